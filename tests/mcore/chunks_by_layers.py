@@ -151,7 +151,7 @@ class Chunks:
         )
         step.forward_step, step.iterators = forward_step, [batches(rank) for _ in models]
         step.groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
-        step.beside, step.gradient_sync = {}, sync
+        step.wgrad_overlaps, step.gradient_sync = {}, sync
         step.num_tokens = torch.zeros([], dtype=torch.int)
         step.hooks += [layer_plans.LayerPlans()] if by_layers else []
         self.stages = [

@@ -296,7 +296,7 @@ class PipelineRunner:
         context.local_ranks = self.local_ranks
         # Before planning, which a parameter all-gather can overlap with.
         context.gradient_sync = _gradient_sync(context)
-        context.program, context.beside = self._program(context, fills_waits)
+        context.program, context.wgrad_overlaps = self._program(context, fills_waits)
         # After planning: reordering microbatches needs the plan.
         self._set_iterators(context)
         if cut is not None:

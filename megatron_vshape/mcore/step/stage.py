@@ -155,7 +155,7 @@ class StepContext:
     transport: Transport = _unset()
     gradient_sync: GradientSync = _unset()
     program: Program = _unset()
-    beside: Mapping[Pass, DeferredWgradOverlap] = _unset()  # B -> W jobs that it overlaps with
+    wgrad_overlaps: Mapping[Pass, DeferredWgradOverlap] = _unset()  # B -> W jobs that it overlaps with
     iterators: list[Any] = _unset()  # data iterators by chunk
     order: Sequence[int] | None = _unset()  # microbatches in execution order; None: as given
     again: Any = _unset()  # second reader of the last chunk's data, if a feature reads it again
@@ -348,7 +348,7 @@ class MegatronStage:
         While memory is measured, no jobs of a W run inside.
         """
         overlap_arguments: tuple[Any, ...] = ()
-        overlap = self.step.beside.get(Pass(Kind.B, self.stage, microbatch))
+        overlap = self.step.wgrad_overlaps.get(Pass(Kind.B, self.stage, microbatch))
         if overlap is not None and self.step.state.tracker is None:
             overlap_arguments = overlap.weights[1:], overlap.share
         # Autograd runs as usual. Linear layers find the open bucket and add their weight gradient
