@@ -270,7 +270,7 @@ class Capture:
             self._kept[key] |= {_address(e): e.untyped_storage().nbytes() for e in tensors}
             self._read.update(self._kept[key])
             total = sum(sum(each.values()) for each in self._kept.values())
-            self.peak_retained_bytes = max(self.peak_unreleased, total)
+            self.peak_retained_bytes = max(self.peak_retained_bytes, total)
         self._jobs[key].append((job, parameters))
 
     def _own(self, value: Any) -> Any:
