@@ -256,7 +256,7 @@ def assert_state_equal(loaded: Ended, saved: Ended) -> None:
     loaded.check()
     assert loaded.record["losses"] == []
     for key in ("parameters", "moments"):
-        mine, theirs = loaded.whole(key), saved.whole(key)
+        mine, theirs = loaded.by_place(key), saved.by_place(key)
         assert mine.keys() == theirs.keys()
         assert {name for name in theirs if not mine[name].equal(theirs[name])} == set()
 
@@ -313,8 +313,17 @@ def test_the_fixes_for_default_optimizer_state(farm: Farm, tmp_path: Path) -> No
     grouped = ("--pipeline-schedule", "grouped-interleaved-1f1b")
     assert_state_equal(load_state(farm, tmp_path / "default", *grouped), saved_run)
     more = ("--train-iters", "3", "--dist-ckpt-optim-fully-reshardable")
+    more += ("--override-opt_param-scheduler",)
     saves = ("--save", str(tmp_path / "full"), "--save-interval", "3")
     converted = load_state(farm, tmp_path / "default", *TWO_CHUNKS.split(), *more, *saves).check()
     loaded = load_state(farm, tmp_path / "full", *V_HALF.split(), *more)
     converted.record["losses"].clear()
     assert_state_equal(loaded, converted)
+
+
+def test_fully_reshardable_state_of_several_padded_buckets(farm: Farm, tmp_path: Path) -> None:
+    """Megatron up to 0.19 saves the state of neighboring parameters; see `optimizer_state`."""
+    full = "--dist-ckpt-optim-fully-reshardable"
+    buckets = ("--overlap-grad-reduce", "--ddp-bucket-size", "4000")
+    saved_run = save_state(farm, tmp_path, *V_HALF.split(), full, *buckets)
+    assert_state_equal(load_state(farm, tmp_path, "--pipeline-schedule", "zb-h1", full), saved_run)

@@ -9,6 +9,7 @@ optimizers, see `optimizer_state`.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import logging
@@ -93,8 +94,8 @@ def save_checkpoint(session: Session, original: Function, *args: Any, **options:
 
 @replaces_always
 def load_checkpoint(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Set the layers of this run while a checkpoint is loaded, to compare both."""
-    session.loading_layers = layers_of_run(session)
+    """Provide the layers of this run while a checkpoint is loaded, to compare both."""
+    session.loading_layers = functools.partial(layers_of_run, session)
     try:
         return original(*args, **options)
     finally:
@@ -122,7 +123,7 @@ def _compare_layers(session: Session, read: Any, folder: Any) -> None:
     if session.is_idle and not hasattr(saved_by, RECORD):  # no schedule, neither then nor now
         return
     with refusing():
-        check_layers(saved_by and saved_layers(saved_by), session.loading_layers, str(folder))
+        check_layers(saved_by and saved_layers(saved_by), layers_of_run(session), str(folder))
 
 
 _FOLDER = re.compile(r"iter_([0-9]{7,})")

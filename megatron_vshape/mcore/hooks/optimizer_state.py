@@ -14,12 +14,13 @@ import logging
 import os
 from argparse import Namespace
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_vshape.mcore.hook import Function, Hook, replaces, replaces_always
+from megatron_vshape.mcore.hook import Function, Hook, Replaced, replaces, replaces_always
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.setup.configure import Pipeline
@@ -86,23 +87,21 @@ def _compare_layers(session: Session, folder: str) -> None:
     Raises:
         UnsupportedError: A rank had other layers, or they are unknown.
     """
-    pipeline = session.pipeline
-    current = session.loading_layers if pipeline is None else layers_of_pipeline(pipeline)
-    if current is None:
-        return
+    pipeline, loading_layers = session.pipeline, session.loading_layers
     common = dist_checkpointing.load_common_state_dict(folder)
-    saved = (common.get("content_metadata") or {}).get(RECORD)
-    if saved is None and session.is_idle:  # no schedule of this package, neither then nor now
+    record = (common.get("content_metadata") or {}).get(RECORD)
+    if record is None and session.is_idle:  # no schedule of this package, neither then nor now
         return
-    if saved is None:
-        options = common.get("args") or _saved_by_bridge(folder)
-        saved = saved_layers(options)
-        name = getattr(options, "pipeline_schedule", None)
-        # A release without the record saved it under this schedule.
-        if saved is None and pipeline is not None and name == pipeline.choice.name:
-            logger.warning(UNKNOWN_LAYERS, folder)
-            return
-    check_optimizer_state(saved, current, folder)
+    options = common.get("args") or _saved_by_bridge(folder)
+    saved = record or saved_layers(options)
+    name = getattr(options, "pipeline_schedule", None)
+    # A release without the record saved it under this schedule.
+    if saved is None and pipeline is not None and name == pipeline.choice.name:
+        logger.warning(UNKNOWN_LAYERS, folder)
+        return
+    current = loading_layers() if loading_layers else pipeline and layers_of_pipeline(pipeline)
+    if current is not None:
+        check_optimizer_state(saved, current, folder)
 
 
 def _saved_by_bridge(folder: str) -> Namespace:
@@ -137,6 +136,35 @@ def check_optimizer_state(saved: Layers | None, current: Layers, folder: str) ->
     )
 
 
+@replaces
+def fully_reshardable_state(
+    session: Session, original: Function, optimizer: Any, *args: Any, **options: Any
+) -> Any:
+    """Save fully reshardable state of the right parameters if buckets are padded.
+
+    Megatron up to 0.19 gathers the buckets of a buffer without their padding, and then reads the
+    state of every parameter at its index in the buffer with padding. With several padded buckets
+    (--overlap-grad-reduce), it would save the state of neighboring parameters. Later releases
+    correct the indices themselves.
+    """
+    if "cumulative_padding_stripped" in inspect.unwrap(original).__code__.co_varnames:
+        return original(optimizer, *args, **options)
+    with Replaced() as replaced:
+        for buffer in optimizer.buffers:
+            replaced.put(buffer, "param_index_map", _indices_without_padding(buffer))
+        return original(optimizer, *args, **options)
+
+
+def _indices_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
+    """Return start, end and bucket of every parameter in a buffer without padding of buckets."""
+    padding = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
+    padding_before = [0, *accumulate(padding)]
+    return {
+        parameter: (start - padding_before[bucket], end - padding_before[bucket], bucket)
+        for parameter, (start, end, bucket) in buffer.param_index_map.items()
+    }
+
+
 _SERIALIZATION = "megatron.core.dist_checkpointing.serialization"
 
 HOOKS = (
@@ -155,6 +183,13 @@ HOOKS = (
         "rejects optimizer state by rank if the ranks have other layers",
         load,
         everywhere=True,
+    ),
+    Hook(
+        "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer.sharded_param_state_fully_reshardable",
+        ("self", "model_sharded_state_dict", "is_loading"),
+        "saves optimizer state of the right parameters if several buckets are padded",
+        fully_reshardable_state,
     ),
 )
 """The functions of megatron.core that save and load distributed checkpoints."""

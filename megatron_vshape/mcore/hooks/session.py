@@ -102,7 +102,8 @@ class Session:
     # Build and checkpoint.
     build: BuildState = field(default_factory=BuildState)
     optimizer: Any = None
-    loading_layers: Layers | None = None  # of this run, while the trainer loads a checkpoint
+    # Returns the layers of this run while Megatron-LM's trainer loads a checkpoint.
+    loading_layers: Callable[[], Layers | None] | None = None
     # Steps. The runner is the step function of the trainer; it is created before training starts,
     # or in the first step of a library.
     runner: PipelineRunner | MeteredSchedule | None = None
