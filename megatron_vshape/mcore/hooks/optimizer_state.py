@@ -99,7 +99,10 @@ def _compare_layers(session: Session, folder: str) -> None:
     if saved is None and pipeline is not None and name == pipeline.choice.name:
         logger.warning(UNKNOWN_LAYERS, folder)
         return
-    current = loading_layers() if loading_layers else pipeline and layers_of_pipeline(pipeline)
+    if loading_layers is not None:
+        current = loading_layers()
+    else:
+        current = None if pipeline is None else layers_of_pipeline(pipeline)
     if current is not None:
         check_optimizer_state(saved, current, folder)
 
