@@ -155,7 +155,7 @@ class StepContext:
     transport: Transport = _unset()
     gradient_sync: GradientSync = _unset()
     program: Program = _unset()
-    wgrad_overlaps: Mapping[Pass, DeferredWgradOverlap] = _unset()  # B -> W jobs that it overlaps with
+    wgrad_overlaps: Mapping[Pass, DeferredWgradOverlap] = _unset()  # B -> W jobs in it
     iterators: list[Any] = _unset()  # data iterators by chunk
     order: Sequence[int] | None = _unset()  # microbatches in execution order; None: as given
     again: Any = _unset()  # second reader of the last chunk's data, if a feature reads it again
