@@ -312,7 +312,10 @@ class _Grouped(torch.autograd.Function):
         ctx.weights, ctx.use_bias = weights, biases[0] is not None
         parts = x.split(splits)
         return torch.cat(
-            [nn.functional.linear(*each) for each in zip(parts, weights, biases, strict=True)]
+            [
+                nn.functional.linear(*operands)
+                for operands in zip(parts, weights, biases, strict=True)
+            ]
         )
 
     @staticmethod
@@ -322,7 +325,7 @@ class _Grouped(torch.autograd.Function):
         inputmats, dys = list(x.split(ctx.splits)), list(grad_output.split(ctx.splits))
         dgrad = torch.cat([dy.matmul(weight) for dy, weight in zip(dys, weights, strict=True)])
         origin_weights = ctx.weights
-        main_grads = [getattr(each, "main_grad", None) for each in origin_weights]
+        main_grads = [getattr(weight, "main_grad", None) for weight in origin_weights]
         accumulate = layer.fuse_wgrad_accumulation and not ctx.is_first
         if layer.fuse_wgrad_accumulation:
             wgrad_list = main_grads
@@ -359,11 +362,11 @@ class _Grouped(torch.autograd.Function):
 
 def _gather(tensor: Tensor, group: Any, userbuffer: Tensor | None = None) -> Tensor:
     """Return the whole; in a userbuffer a view of what the next gather overwrites."""
-    whole = tensor.new_empty(tensor.shape[0] * group.size(), *tensor.shape[1:])
+    gathered = tensor.new_empty(tensor.shape[0] * group.size(), *tensor.shape[1:])
     if userbuffer is not None:
-        whole = userbuffer[: whole.numel()].view(whole.shape)
-    dist.all_gather_into_tensor(whole, tensor.contiguous(), group=group)
-    return whole
+        gathered = userbuffer[: gathered.numel()].view(gathered.shape)
+    dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
+    return gathered
 
 
 def _reduce_scatter(tensor: Tensor, group: Any) -> Tensor:

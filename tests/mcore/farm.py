@@ -62,13 +62,13 @@ LATE_IMPORTS = (
 
 def _left(flags: Sequence[str], without: Sequence[str]) -> list[str]:
     """Return the flags that are not in `without`, each with its values."""
-    left, keeps = [], True
+    remaining, keeps = [], True
     for part in flags:
         if part.startswith("--"):
             keeps = part not in without
         if keeps:
-            left.append(part)
-    return left
+            remaining.append(part)
+    return remaining
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +87,20 @@ class Ended:
 
     def merged(self, key: str) -> dict[str, torch.Tensor]:
         """Return the named tensors of all ranks together, rows that these share joined."""
-        found: dict[str, torch.Tensor] = {}
+        values: dict[str, torch.Tensor] = {}
         shared: dict[str, dict[int, torch.Tensor]] = {}
         for record in self.records:
             for name, value in record[key].items():
                 first = record["rows"].get(name.split()[0])
                 if first is None or not value.dim():
-                    found[name] = value
+                    values[name] = value
                 else:
                     shared.setdefault(name, {})[first] = value
-        joined = {
+        joined_values = {
             name: torch.cat([parts[first] for first in sorted(parts)])
             for name, parts in shared.items()
         }
-        return found | joined
+        return values | joined_values
 
     def by_place(self, key: str) -> dict[tuple[Any, ...], torch.Tensor]:
         """Return the named tensors of every rank's place in the groups that share a stage."""
@@ -112,7 +112,7 @@ class Ended:
 
     def whole(self, key: str) -> dict[str, torch.Tensor]:
         """Return the named tensors with the parts of tensor-parallel ranks joined."""
-        joined: dict[str, dict[int, torch.Tensor]] = {}
+        parts_by_name: dict[str, dict[int, torch.Tensor]] = {}
         dimensions: dict[str, int] = {}
         for record in self.records:
             for name, value in record[key].items():
@@ -120,12 +120,12 @@ class Ended:
                 if parameter in record["parts"] and value.dim():
                     dimensions[name] = record["parts"][parameter]
                 place = record["rows"].get(parameter, record["tensor_rank"])
-                joined.setdefault(name, {})[place] = value
+                parts_by_name.setdefault(name, {})[place] = value
         return {
             name: torch.cat([parts[rank] for rank in sorted(parts)], dimensions[name])
             if name in dimensions
             else parts[0]
-            for name, parts in joined.items()
+            for name, parts in parts_by_name.items()
         }
 
     def check(self) -> Ended:
@@ -280,12 +280,12 @@ def _read_docstrings_once() -> None:
         return
     from megatron.training.arguments import add_megatron_arguments
 
-    read, kept = ArgumentGroupFactory._get_field_docstrings, dict[type, dict[str, str]]()
+    read, docstrings = ArgumentGroupFactory._get_field_docstrings, dict[type, dict[str, str]]()
 
     def read_once(factory: ArgumentGroupFactory, config: type) -> dict[str, str]:
-        if config not in kept:
-            kept[config] = read(factory, config)
-        return kept[config]
+        if config not in docstrings:
+            docstrings[config] = read(factory, config)
+        return docstrings[config]
 
     ArgumentGroupFactory._get_field_docstrings = read_once
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
@@ -319,10 +319,10 @@ def _fork_what_saving_spawns() -> None:
 
 def _close_connections() -> None:
     """Leave a rank's connections to the rank: a server that outlives it would keep them open."""
-    for each in os.listdir("/proc/self/fd"):
+    for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(int(each)).st_mode):
-                os.close(int(each))
+            if stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode):
+                os.close(int(descriptor))
 
 
 def _free_port() -> int:

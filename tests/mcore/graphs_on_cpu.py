@@ -53,9 +53,9 @@ class Pool:
 
     def place(self, tensor: Tensor) -> Tensor:
         """Return the tensor in memory of the pool, free again when nothing refers to it."""
-        wanted = max(tensor.untyped_storage().nbytes(), 8)
-        free = self._free.setdefault(wanted, [])
-        block = free.pop() if free else np.empty(wanted, np.uint8)
+        num_bytes = max(tensor.untyped_storage().nbytes(), 8)
+        free = self._free.setdefault(num_bytes, [])
+        block = free.pop() if free else np.empty(num_bytes, np.uint8)
         self._blocks[block.ctypes.data] = block
         lent = block[:]
         weakref.finalize(lent, free.append, block)
@@ -76,8 +76,8 @@ class Pool:
 
 
 def _on(block: np.ndarray, like: Tensor, offset: int) -> Tensor:
-    whole = torch.from_numpy(block).view(like.dtype)
-    return whole.as_strided(like.shape, like.stride(), offset)
+    values = torch.from_numpy(block).view(like.dtype)
+    return values.as_strided(like.shape, like.stride(), offset)
 
 
 pool = Pool()
@@ -99,9 +99,9 @@ class Graph:
     def replay(self) -> None:
         with torch.no_grad():
             for function, args, options, results in self.records:
-                made, _ = tree_flatten(function(*args, **options))
-                _wait(made)
-                for result, value in zip(results, made, strict=True):
+                outputs, _ = tree_flatten(function(*args, **options))
+                _wait(outputs)
+                for result, value in zip(results, outputs, strict=True):
                     if result is not None:
                         result.copy_(value)
 
@@ -111,11 +111,11 @@ class Graph:
     def register_generator_state(self, state: Any) -> None: ...
 
 
-def _wait(made: list[Any]) -> None:
+def _wait(outputs: list[Any]) -> None:
     """Wait for exchanges: gloo's end on the host, where a stream of CUDA would wait."""
-    for each in made:
-        if isinstance(each, torch.ScriptObject):
-            torch.distributed.distributed_c10d.Work.unbox(each).wait()
+    for output in outputs:
+        if isinstance(output, torch.ScriptObject):
+            torch.distributed.distributed_c10d.Work.unbox(output).wait()
 
 
 def _ended_work() -> torch.ScriptObject:
@@ -145,27 +145,36 @@ class _Recorder(TorchDispatchMode):
         if function is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("the host reads from the device while a graph is captured")
         if function._schema.is_mutable:
-            found = [each.detach() for each in _tensors((args, options))]
-            self._before += [(each, each.clone()) for each in found if not pool.owns(each)]
-        made = function(*args, **options)
-        given = {each.untyped_storage().data_ptr() for each in _tensors((args, options))}
-        flat, form = tree_flatten(made)
+            tensors = [tensor.detach() for tensor in _tensors((args, options))]
+            self._before += [
+                (tensor, tensor.clone()) for tensor in tensors if not pool.owns(tensor)
+            ]
+        output = function(*args, **options)
+        input_pointers = {
+            tensor.untyped_storage().data_ptr() for tensor in _tensors((args, options))
+        }
+        flat, form = tree_flatten(output)
         _wait(flat)
         flat = [_ended_work() if isinstance(x, torch.ScriptObject) else x for x in flat]
         results: list[Tensor | None] = []
-        for at, each in enumerate(flat):
-            is_new = isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in given
+        for index, output_leaf in enumerate(flat):
+            is_new = (
+                isinstance(output_leaf, Tensor)
+                and output_leaf.untyped_storage().data_ptr() not in input_pointers
+            )
             if is_new:
-                flat[at] = pool.place(each)
-            results.append(pool.unowned(flat[at]) if is_new else None)
+                flat[index] = pool.place(output_leaf)
+            results.append(pool.unowned(flat[index]) if is_new else None)
         unowned = tree_map(lambda x: pool.unowned(x) if isinstance(x, Tensor) else x, args)
-        named = tree_map(lambda x: pool.unowned(x) if isinstance(x, Tensor) else x, options)
-        self._graph.records.append(_Record(function, unowned, named, results))
+        unowned_options = tree_map(
+            lambda x: pool.unowned(x) if isinstance(x, Tensor) else x, options
+        )
+        self._graph.records.append(_Record(function, unowned, unowned_options, results))
         return tree_unflatten(flat, form)
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [each for each in tree_flatten(value)[0] if isinstance(each, Tensor)]
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 @contextlib.contextmanager
@@ -191,24 +200,28 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, captured, *inputs):
         ctx.captured = captured
-        for static, given in zip(captured.inputs, inputs, strict=False):
-            if static.data_ptr() != given.data_ptr():
-                static.data.copy_(given)
+        for static, current in zip(captured.inputs, inputs, strict=False):
+            if static.data_ptr() != current.data_ptr():
+                static.data.copy_(current)
         captured.forward.replay()
-        return tuple(each.detach() for each in captured.outputs)
+        return tuple(output.detach() for output in captured.outputs)
 
     @staticmethod
     def backward(ctx, *grads):
         captured = ctx.captured
-        for static, given in zip(captured.grad_outputs, grads, strict=True):
-            static.copy_(given)
+        for static, current in zip(captured.grad_outputs, grads, strict=True):
+            static.copy_(current)
         captured.backward.replay()
         clones = [False] * len(captured.inputs) + [True] * len(captured.parameters)
-        given = [
-            each if each is None else each.detach().clone() if clone else each.detach()
-            for each, clone in zip(captured.grad_inputs, clones, strict=True)
+        gradients = [
+            gradient
+            if gradient is None
+            else gradient.detach().clone()
+            if clone
+            else gradient.detach()
+            for gradient, clone in zip(captured.grad_inputs, clones, strict=True)
         ]
-        return None, *given
+        return None, *gradients
 
 
 class _Captured:
@@ -217,7 +230,9 @@ class _Captured:
     def __init__(self, function: Any, args: Sequence[Tensor], options: dict[str, Tensor]) -> None:
         self.function, self.args, self.options = function, args, options
         self.inputs = [*args, *options.values()]
-        self.parameters = [each for each in function.parameters() if each.requires_grad]
+        self.parameters = [
+            parameter for parameter in function.parameters() if parameter.requires_grad
+        ]
         self.forward, self.backward = Graph(), Graph()
 
     def capture_forward(self) -> None:
@@ -226,26 +241,28 @@ class _Captured:
         self.outputs, self.form = tree_flatten(outputs)
 
     def capture_backward(self) -> None:
-        self.grad_outputs = [torch.empty_like(each) for each in self.outputs]
-        wanted = [each for each in (*self.inputs, *self.parameters) if each.requires_grad]
-        kept = [each.grad for each in wanted]
-        for each in wanted:
-            each.grad = None
+        self.grad_outputs = [torch.empty_like(output) for output in self.outputs]
+        inputs_with_grad = [
+            tensor for tensor in (*self.inputs, *self.parameters) if tensor.requires_grad
+        ]
+        original_grads = [tensor.grad for tensor in inputs_with_grad]
+        for tensor in inputs_with_grad:
+            tensor.grad = None
         with capturing(self.backward):
             torch.autograd.backward(self.outputs, self.grad_outputs)
-        grads = {id(each): each.grad for each in wanted}
-        for each, grad in zip(wanted, kept, strict=True):
-            each.grad = grad
-        self.grad_inputs = [grads.get(id(each)) for each in (*self.inputs, *self.parameters)]
+        grads = {id(tensor): tensor.grad for tensor in inputs_with_grad}
+        for tensor, grad in zip(inputs_with_grad, original_grads, strict=True):
+            tensor.grad = grad
+        self.grad_inputs = [grads.get(id(tensor)) for tensor in (*self.inputs, *self.parameters)]
         # The outputs are needed no more, nor a parameter's gradient, which a replay copies.
         self.outputs = make_weak_ref(self.outputs)
         many = len(self.inputs)
         self.grad_inputs[many:] = make_weak_ref(self.grad_inputs[many:])
 
     def __call__(self, *args: Tensor, **options: Any) -> Any:
-        named = [options[name] for name in self.options]
-        made = _Replayed.apply(self, *args, *named, *self.parameters)
-        return tree_unflatten(list(made), self.form)
+        option_values = [options[name] for name in self.options]
+        outputs = _Replayed.apply(self, *args, *option_values, *self.parameters)
+        return tree_unflatten(list(outputs), self.form)
 
     def reset(self) -> None:
         self.forward.reset()
@@ -267,38 +284,40 @@ def make_graphed_callables(
     TE takes it that the gradient of a chunk's input has been sent, or read, when the next B ends.
     """
     microbatches = len(_order) // len(_num_layers_per_chunk) // 2
-    first, made = [], []
-    at = 0
+    first, captured = [], []
+    first_callable = 0
     for layers in _num_layers_per_chunk:
-        first.append(len(made))
+        first.append(len(captured))
         for _ in range(microbatches):
             for layer in range(layers):
-                number = len(made)
-                each = callables[at + layer]
-                made.append(_Captured(each, sample_args[number], sample_kwargs[number]))
-        at += layers
-    before = None
-    done = {True: [0] * len(first), False: [0] * len(first)}
+                number = len(captured)
+                layer_function = callables[first_callable + layer]
+                captured.append(
+                    _Captured(layer_function, sample_args[number], sample_kwargs[number])
+                )
+        first_callable += layers
+    last_captured = None
+    num_captured = {True: [0] * len(first), False: [0] * len(first)}
     for entry in _order:
         chunk, is_forward = abs(entry) - 1, entry > 0
         layers = _num_layers_per_chunk[chunk]
-        start = first[chunk] + done[is_forward][chunk] * layers
-        done[is_forward][chunk] += 1
+        start = first[chunk] + num_captured[is_forward][chunk] * layers
+        num_captured[is_forward][chunk] += 1
         if is_forward:
-            for each in made[start : start + layers]:
-                each.capture_forward()
+            for captured_layer in captured[start : start + layers]:
+                captured_layer.capture_forward()
             continue
         following = None
-        for each in reversed(made[start : start + layers]):
-            each.capture_backward()
+        for captured_layer in reversed(captured[start : start + layers]):
+            captured_layer.capture_backward()
             if following is not None:
                 following.grad_inputs = make_weak_ref(following.grad_inputs)
-            following = each
-        if before is not None:
-            before.grad_inputs = make_weak_ref(before.grad_inputs)
-        before = following
-    assert done[True] == done[False] == [microbatches] * len(first)
-    return tuple(made)
+            following = captured_layer
+        if last_captured is not None:
+            last_captured.grad_inputs = make_weak_ref(last_captured.grad_inputs)
+        last_captured = following
+    assert num_captured[True] == num_captured[False] == [microbatches] * len(first)
+    return tuple(captured)
 
 
 def _printing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -317,15 +336,15 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
-        made, mean, deviation = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
+        normed, mean, deviation = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
         ctx.save_for_backward(x, weight, bias, mean, deviation)
-        return made
+        return normed
 
     @staticmethod
     def backward(ctx, gradient):
         x, weight, bias, mean, deviation = ctx.saved_tensors
-        given = gradient, x, weight.shape, mean, deviation, weight, bias, [True] * 3
-        return *torch.ops.aten.native_layer_norm_backward(*given), None
+        arguments = gradient, x, weight.shape, mean, deviation, weight, bias, [True] * 3
+        return *torch.ops.aten.native_layer_norm_backward(*arguments), None
 
 
 def copy_nothing() -> None:
@@ -348,13 +367,15 @@ def run_layer_by_layer() -> None:
         put(capture, layer, job, parameters)
 
     def run_apart(capture: Any, layer: Any) -> None:
-        own, others = defaultdict(list), defaultdict(list)
+        layer_jobs, other_jobs = defaultdict(list), defaultdict(list)
         for key, jobs in capture._jobs.items():
-            for each in jobs:
-                (own if each[0].of is layer else others)[key].append(each)
-        capture._jobs = own
+            for deferred_job in jobs:
+                (layer_jobs if deferred_job[0].of is layer else other_jobs)[key].append(
+                    deferred_job
+                )
+        capture._jobs = layer_jobs
         run(capture, layer)
-        capture._jobs = others
+        capture._jobs = other_jobs
 
     graphs.Capture.put, graphs.Capture._run = put_apart, run_apart
 
@@ -379,24 +400,24 @@ def watch_messages() -> None:
     When a message has left, only its receiver knows.
     """
     send, drain = Transport.send, Transport.drain
-    sent: list[tuple[Any, Tensor, Tensor]] = []
+    sent_tensors: list[tuple[Any, Tensor, Tensor]] = []
 
     def noted(transport: Transport, message: Any, tensor: Tensor) -> None:
         if message.work.kind != Kind.F:
-            sent.append((message.work, tensor, tensor.clone()))
+            sent_tensors.append((message.work, tensor, tensor.clone()))
         send(transport, message, tensor)
 
     def checked(transport: Transport) -> None:
         drain(transport)
-        for work, tensor, then in sent:
-            if not torch.equal(tensor, then):
+        for work, tensor, sent_copy in sent_tensors:
+            if not torch.equal(tensor, sent_copy):
                 raise RuntimeError(f"{work} was overwritten while it was under way")
-        sent.clear()
+        sent_tensors.clear()
 
     Transport.send, Transport.drain = noted, checked
 
 
-def start(rank: int, given: Any) -> None:
+def start(rank: int, setting: Any) -> None:
     """Have Megatron capture such graphs in this rank.
 
     Of what is `given` no copies are kept.
@@ -442,8 +463,8 @@ def start(rank: int, given: Any) -> None:
             if "attention_mask" in options and options["attention_mask"] is None:
                 hidden = args[0] if args else options["hidden_states"]
                 length = hidden.shape[0]
-                whole = torch.ones(hidden.shape[1], 1, length, length, dtype=torch.bool)
-                options["attention_mask"] = whole.triu(1)
+                mask = torch.ones(hidden.shape[1], 1, length, length, dtype=torch.bool)
+                options["attention_mask"] = mask.triu(1)
             return given_args(layer, *args, **options)
 
         transformer_layer.TransformerLayer._get_te_cuda_graph_replay_args = masked
@@ -451,10 +472,10 @@ def start(rank: int, given: Any) -> None:
             sys.modules[name] = types.ModuleType(name)  # asked whether it is there
     cuda_graphs.make_graphed_callables = _printing(cuda_graphs.make_graphed_callables)
     watch_messages()
-    if given in CARELESS:
-        CARELESS[given]()
-    elif given in ("messages", "jobs"):
-        kept, careless = GraphMemory.kept, {"messages": Tensor, "jobs": list}[given]
+    if setting in CARELESS:
+        CARELESS[setting]()
+    elif setting in ("messages", "jobs"):
+        original_kept, careless = GraphMemory.kept, {"messages": Tensor, "jobs": list}[setting]
         GraphMemory.kept = lambda memory, value: (
-            value if isinstance(value, careless) else kept(memory, value)
+            value if isinstance(value, careless) else original_kept(memory, value)
         )

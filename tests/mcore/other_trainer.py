@@ -98,7 +98,7 @@ class HybridProvider(DeferredConfig):
         return build(self, self.pattern, False, ends)
 
 
-def make_config(shape: str, ranks: int, given: dict[str, Any]) -> Any:
+def make_config(shape: str, ranks: int, trainer_options: dict[str, Any]) -> Any:
     """Return the model's config, made as this library does."""
     sizes: dict[str, Any] = {
         "num_layers": LAYERS,
@@ -114,31 +114,31 @@ def make_config(shape: str, ranks: int, given: dict[str, Any]) -> Any:
         "persist_layer_norm": False,
         "variable_seq_lengths": shape == "verl",
         "moe_token_dispatcher_type": "alltoall",  # which alone allows other lengths
-        "is_hybrid_model": "pattern" in given,
+        "is_hybrid_model": "pattern" in trainer_options,
         "use_cpu_initialization": True,
         "mamba_head_dim": 16,
         "mamba_num_groups": 2,
-        "mtp_num_layers": given.get("predicting"),
+        "mtp_num_layers": trainer_options.get("predicting"),
     }
-    sizes |= given.get("config", {})
-    if "beside" in given:
-        sizes |= EXPERTS | {"overlap_moe_expert_parallel_comm": given["beside"]}
+    sizes |= trainer_options.get("config", {})
+    if "beside" in trainer_options:
+        sizes |= EXPERTS | {"overlap_moe_expert_parallel_comm": trainer_options["beside"]}
     if shape != "bridge":
-        tensor = given.get("tensor", 1)
+        tensor = trainer_options.get("tensor", 1)
         return TransformerConfig(
             pipeline_model_parallel_size=ranks, tensor_model_parallel_size=tensor, **sizes
         )
     config = DeferredConfig(**sizes)
-    if "pattern" in given:
-        config = HybridProvider(**sizes, pattern=given["pattern"])
+    if "pattern" in trainer_options:
+        config = HybridProvider(**sizes, pattern=trainer_options["pattern"])
     config.pipeline_model_parallel_size = ranks
     config.finalize()
     return config
 
 
-def make_model(shape: str, config: Any, given: dict[str, Any]) -> list[nn.Module]:
+def make_model(shape: str, config: Any, trainer_options: dict[str, Any]) -> list[nn.Module]:
     """Return this rank's chunks, the ends where the library believes them to be."""
-    sharded = given.get("distributed_optimizer", False)
+    sharded = trainer_options.get("distributed_optimizer", False)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.bf16,
         use_distributed_optimizer=sharded,
@@ -160,18 +160,20 @@ def make_model(shape: str, config: Any, given: dict[str, Any]) -> list[nn.Module
             last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=where)
         ends = {"pre_process": first, "post_process": last, "vp_stage": where}
         if hasattr(config, "provide"):
-            made = config.provide(**ends)
+            module = config.provide(**ends)
         else:
-            ties = given.get("ties", shape == "areal")
-            made = build(config, given.get("pattern"), ties, ends)
-        for what in given.get("extends", ()):
-            extend(made, what, where, chunks, group)
-        fill(made)
-        if given.get("drops_out") == dist.get_rank():
-            made.adapter = nn.Dropout(0.1)  # which a library adds when the model has been built
-        made = Float16Module(config, made) if config.bf16 else made
-        whole = bool(chunk) or given.get("steps_ahead", False)
-        model.append(DistributedDataParallel(config, ddp_config, made, disable_bucketing=whole))
+            ties = trainer_options.get("ties", shape == "areal")
+            module = build(config, trainer_options.get("pattern"), ties, ends)
+        for what in trainer_options.get("extends", ()):
+            extend(module, what, where, chunks, group)
+        fill(module)
+        if trainer_options.get("drops_out") == dist.get_rank():
+            module.adapter = nn.Dropout(0.1)  # which a library adds when the model has been built
+        module = Float16Module(config, module) if config.bf16 else module
+        is_one_bucket = bool(chunk) or trainer_options.get("steps_ahead", False)
+        model.append(
+            DistributedDataParallel(config, ddp_config, module, disable_bucketing=is_one_bucket)
+        )
     if shape == "areal":
         tell_tied_embeddings(unwrapped(model[-1 if _is_physically_last() else 0]))
     return model
@@ -279,10 +281,10 @@ def build(config: Any, pattern: str | None, ties: bool, ends: dict[str, Any]) ->
         "share_embeddings_and_output_weights": ties,
     }
     if pattern is None:
-        layer, further = get_gpt_layer_local_spec(num_experts=config.num_moe_experts), None
+        layer, mtp_spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts), None
         if config.mtp_num_layers is not None:
-            further = get_gpt_mtp_block_spec(config, layer, False, ends["vp_stage"])
-        return GPTModel(config, layer, mtp_block_spec=further, **sizes, **ends)
+            mtp_spec = get_gpt_mtp_block_spec(config, layer, False, ends["vp_stage"])
+        return GPTModel(config, layer, mtp_block_spec=mtp_spec, **sizes, **ends)
     from hybrid_local import local_stack_spec
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
@@ -338,9 +340,9 @@ def batches(
     step: int, count: int, lengths: list[int], sequences: Sequence[int] = (1,)
 ) -> Iterator[dict[str, Tensor]]:
     """Yield a step's microbatches, whose lengths and numbers of sequences repeat these."""
-    for at in range(count):
-        generator = torch.Generator().manual_seed(1000 * step + at)
-        size = sequences[at % len(sequences)], lengths[at % len(lengths)] + 1
+    for index in range(count):
+        generator = torch.Generator().manual_seed(1000 * step + index)
+        size = sequences[index % len(sequences)], lengths[index % len(lengths)] + 1
         tokens = torch.randint(0, VOCABULARY, size, generator=generator)
         yield {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
@@ -359,13 +361,13 @@ def forward(
     model: nn.Module,
     return_schedule_plan: bool = False,
     reads_logits: str | None = None,
-    seen: list[int] | None = None,
+    seen_lengths: list[int] | None = None,
     smoothing: float = 0.0,
 ) -> tuple[Any, Any]:
     """Run a microbatch, or return its plan; only an end of the model is given what it reads."""
     batch = next(data)
-    if seen is not None and unwrapped(model).pre_process:
-        seen.append(batch["tokens"].shape[1])
+    if seen_lengths is not None and unwrapped(model).pre_process:
+        seen_lengths.append(batch["tokens"].shape[1])
     if shape == "bridge":
         group = mpu.get_pipeline_model_parallel_group()
         ends = is_pp_first_stage(group), is_pp_last_stage(group)
@@ -427,16 +429,16 @@ class Entropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup) -> Tensor:
-        most = logits.amax(-1, keepdim=True)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group)
-        powers = (logits - most).exp()
+        maximum = logits.amax(-1, keepdim=True)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group)
+        powers = (logits - maximum).exp()
         total = powers.sum(-1, keepdim=True)
         dist.all_reduce(total, group=group)
         softmax = powers / total
         mean = (softmax * logits).sum(-1, keepdim=True)
         dist.all_reduce(mean, group=group)
         ctx.save_for_backward(softmax, logits - mean)
-        return (most + total.log() - mean).squeeze(-1)
+        return (maximum + total.log() - mean).squeeze(-1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -444,16 +446,19 @@ class Entropy(torch.autograd.Function):
         return -softmax * distance * gradients[0].unsqueeze(-1), None
 
 
-def policy_loss(tokens: Tensor, collected: list[float], made: dict[str, Tensor]) -> Any:
+def policy_loss(tokens: Tensor, collected: list[float], outputs: dict[str, Tensor]) -> Any:
     """Return a loss of log-probabilities and entropy, and what is to be known of both."""
     worth = torch.linspace(-1, 2, tokens.shape[1])
-    before = -4.0 + 0.1 * tokens
-    ratio = (0.1 * (made["log_probs"] - before)).exp()
+    old_log_probs = -4.0 + 0.1 * tokens
+    ratio = (0.1 * (outputs["log_probs"] - old_log_probs)).exp()
     loss = -torch.min(ratio * worth, ratio.clamp(0.8, 1.3) * worth).mean()
-    loss = loss - 0.1 * made["entropy"].mean() - 0.01 * made["branched"].mean()
-    loss = loss + 0.01 * made["tuned"].mean()
+    loss = loss - 0.1 * outputs["entropy"].mean() - 0.01 * outputs["branched"].mean()
+    loss = loss + 0.01 * outputs["tuned"].mean()
     collected.append(loss.item())
-    return loss, {"loss": loss.detach(), **{name: each.detach() for name, each in made.items()}}
+    return loss, {
+        "loss": loss.detach(),
+        **{name: value.detach() for name, value in outputs.items()},
+    }
 
 
 def read_logits(
@@ -475,8 +480,8 @@ def read_logits(
         raise ValueError("labels are padded otherwise than the tokens that the model was given")
     has_logits = unwrapped(model).post_process and mpu.is_pipeline_last_stage()
     if where == "call":
-        made = of_answers(output, tokens, model, smoothing) if has_logits else output
-        return made, partial(policy_loss, tokens, collected)
+        outputs = of_answers(output, tokens, model, smoothing) if has_logits else output
+        return outputs, partial(policy_loss, tokens, collected)
     return output, lambda logits: policy_loss(
         tokens, collected, of_answers(logits, tokens, model, smoothing)
     )
@@ -493,8 +498,12 @@ def by_rank(returned: list[Any], collected: list[float]) -> list[float] | None:
 
     ROLL takes it there too.
     """
-    made = [each["loss"].item() for each in returned] if mpu.is_pipeline_last_stage() else None
-    return made if _is_physically_last() else None
+    losses = (
+        [loss_dict["loss"].item() for loss_dict in returned]
+        if mpu.is_pipeline_last_stage()
+        else None
+    )
+    return losses if _is_physically_last() else None
 
 
 def by_closure(returned: list[Any], collected: list[float]) -> list[float] | None:
@@ -505,13 +514,13 @@ def by_closure(returned: list[Any], collected: list[float]) -> list[float] | Non
 def physically_last(returned: list[Any], collected: list[float]) -> list[float] | None:
     """Read on the last rank, as core's own utilities see it (Megatron-Bridge, Megatron-LM)."""
     is_mine = is_pp_last_stage(mpu.get_pipeline_model_parallel_group())
-    return [each["loss"].item() for each in returned] if is_mine else None
+    return [loss_dict["loss"].item() for loss_dict in returned] if is_mine else None
 
 
 def where_said(returned: list[Any], collected: list[float]) -> list[float] | None:
     """Read what the call returns where the last stage is said to be (slime)."""
     is_mine = mpu.is_pipeline_last_stage(ignore_virtual=True)
-    return [each["loss"].item() for each in returned] if is_mine else None
+    return [loss_dict["loss"].item() for loss_dict in returned] if is_mine else None
 
 
 def logged(returned: list[Any], collected: list[float]) -> list[float] | None:
@@ -519,7 +528,7 @@ def logged(returned: list[Any], collected: list[float]) -> list[float] | None:
 
     So ms-swift does.
     """
-    losses = torch.tensor([each["loss"].item() for each in returned])
+    losses = torch.tensor([loss_dict["loss"].item() for loss_dict in returned])
     if mpu.is_pipeline_last_stage(ignore_virtual=True):
         dist.all_reduce(losses, group=mpu.get_data_parallel_group(with_context_parallel=True))
     is_mine = dist.get_rank() == dist.get_world_size() - 1
@@ -530,7 +539,7 @@ def broadcast(returned: list[Any], collected: list[float]) -> list[float] | None
     """Send from the last rank by its name where the last stage is said to be (NeMo-RL)."""
     losses: list[Any] = [None]
     if mpu.is_pipeline_last_stage(ignore_virtual=True):
-        losses = [[each["loss"].item() for each in returned]]
+        losses = [[loss_dict["loss"].item() for loss_dict in returned]]
     source = mpu.get_pipeline_model_parallel_last_rank()
     dist.broadcast_object_list(losses, src=source, group=mpu.get_pipeline_model_parallel_group())
     return losses[0]
@@ -538,7 +547,7 @@ def broadcast(returned: list[Any], collected: list[float]) -> list[float] | None
 
 def summed_up(returned: list[Any], collected: list[float]) -> list[float] | None:
     """Add up over the pipeline what its ranks have, where they have any (ROLL's mcore_adapter)."""
-    total = torch.tensor(sum((each["loss"].item() for each in returned), 0.0))
+    total = torch.tensor(sum((loss_dict["loss"].item() for loss_dict in returned), 0.0))
     if mpu.is_pipeline_last_stage(ignore_virtual=True):
         dist.all_reduce(total, group=mpu.get_data_parallel_group())
         total /= mpu.get_data_parallel_world_size()
@@ -555,89 +564,91 @@ READERS = by_rank, by_closure, physically_last, where_said, logged, broadcast, s
 """How libraries read what a step's losses are, each on the ranks that it reads them on."""
 
 
-def read_all_ways(shape: str, read: dict[str, Any], *found: Any) -> None:
+def read_all_ways(shape: str, read: dict[str, Any], *results: Any) -> None:
     """Add to `read` what each reader has of a step, where all are tried."""
     for reader in READERS if shape == "any" else ():
-        read[reader.__name__].append(reader(*found))
+        read[reader.__name__].append(reader(*results))
 
 
-def iterators(given: dict[str, Any], model: list[nn.Module], *step: Any) -> Any:
+def iterators(trainer_options: dict[str, Any], model: list[nn.Module], *step: Any) -> Any:
     """Return a step's microbatches, by default a list with each chunk's own."""
-    if given.get("reads_other_data") == dist.get_rank():
+    if trainer_options.get("reads_other_data") == dist.get_rank():
         step = step[0] + 100, *step[1:]
-    step = *step, given.get("sequences", (1,))
-    one, how = batches(*step), given.get("iterators")
+    step = *step, trainer_options.get("sequences", (1,))
+    one, how = batches(*step), trainer_options.get("iterators")
     lists = {"listed": [one], "repeated": [one] * len(model), "bare": one}
     return lists[how] if how else [batches(*step) for _ in model]
 
 
 def overlap(config: Any, model: list[nn.Module]) -> None:
     """Have the gradients of a chunk reduced while others run, as libraries do."""
-    for name, each in (("no_sync_func", "no_sync"), ("grad_sync_func", "start_grad_sync")):
-        functions = [getattr(chunk, each) for chunk in model]
+    for name, method_name in (("no_sync_func", "no_sync"), ("grad_sync_func", "start_grad_sync")):
+        functions = [getattr(chunk, method_name) for chunk in model]
         setattr(config, name, functions if len(functions) > 1 else functions[0])
 
 
-def train(given: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]:
+def train(trainer_options: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]:
     """Return what this rank has of three steps, of which the second evaluates.
 
     The losses, the norms of all gradients, the last gradients, and the parameters afterwards.
     """
-    shape, ranks = given["shape"], given.get("pipeline", dist.get_world_size())
+    shape, ranks = trainer_options["shape"], trainer_options.get("pipeline", dist.get_world_size())
     register()
     if shape == "bridge":
-        config = make_config(shape, ranks, given)
+        config = make_config(shape, ranks, trainer_options)
         chunks = config.virtual_pipeline_model_parallel_size
         experts = {"expert_model_parallel_size": config.expert_model_parallel_size}
         mpu.initialize_model_parallel(1, ranks, chunks, **experts)
     else:
-        mpu.initialize_model_parallel(given.get("tensor", 1), ranks)
-        config = make_config(shape, ranks, given)
+        mpu.initialize_model_parallel(trainer_options.get("tensor", 1), ranks)
+        config = make_config(shape, ranks, trainer_options)
     model_parallel_cuda_manual_seed(1)
-    model = make_model(shape, config, given)
+    model = make_model(shape, config, trainer_options)
     config.finalize_model_grads_func = finalize_model_grads
     settings = OptimizerConfig(
         optimizer="sgd", lr=0.1, bf16=config.bf16, params_dtype=config.params_dtype
     )
-    if given.get("distributed_optimizer"):
-        ahead = given.get("steps_ahead", False)
+    if trainer_options.get("distributed_optimizer"):
+        steps_ahead = trainer_options.get("steps_ahead", False)
         settings = OptimizerConfig(
             lr=1e-3,
             clip_grad=0.0,
             use_distributed_optimizer=True,
             overlap_param_gather=True,
-            overlap_param_gather_with_optimizer_step=ahead,
+            overlap_param_gather_with_optimizer_step=steps_ahead,
         )
         overlap(config, model)
     optimizer = get_megatron_optimizer(settings, model)
     replica = mpu.get_data_parallel_rank()
     losses: list[list[float]] = []
     norms: list[float] = []
-    made: list[Any] = []
-    seen: list[list[int]] = []  # of every step, the lengths as the first stage is given them
-    read: dict[str, list[list[float] | None]] = {each.__name__: [] for each in READERS}
+    outputs_by_step: list[Any] = []
+    lengths_by_step: list[
+        list[int]
+    ] = []  # of every step, the lengths as the first stage is given them
+    read: dict[str, list[list[float] | None]] = {reader.__name__: [] for reader in READERS}
     # The scan of Mamba's layers is a loop in Python, and takes as long as all else.
-    usual = 4 if "pattern" in given else 8
+    usual = 4 if "pattern" in trainer_options else 8
     counts = (8, 4, 8) if shape == "verl" else (usual,) * 3
-    if "counts" in given:  # of each replica
-        counts = given["counts"][replica]
+    if "counts" in trainer_options:  # of each replica
+        counts = trainer_options["counts"][replica]
     for step, count in enumerate(counts):
         lengths = [LONGEST, 7, 16] if shape == "verl" else [LONGEST]
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         collected: list[float] = []
-        seen.append([])
+        lengths_by_step.append([])
         returned = get_forward_backward_func()(
             forward_step_func=partial(
                 forward,
                 shape,
                 collected,
-                reads_logits=given.get("reads_logits"),
-                seen=seen[-1],
-                smoothing=given.get("smoothing", 0.0),
+                reads_logits=trainer_options.get("reads_logits"),
+                seen=lengths_by_step[-1],
+                smoothing=trainer_options.get("smoothing", 0.0),
             ),
-            data_iterator=iterators(given, model, step + 10 * replica, count, lengths),
+            data_iterator=iterators(trainer_options, model, step + 10 * replica, count, lengths),
             model=model,
             num_microbatches=count,
             seq_length=1 if shape == "verl" else LONGEST,
@@ -645,25 +656,29 @@ def train(given: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]
             forward_only=step == 1,
         )
         losses.append(losses_of(shape, returned, collected))
-        made.append([{**each} for each in returned if "log_probs" in each])
-        if step == 1 and given.get("fails") == dist.get_rank():
+        outputs_by_step.append(
+            [{**loss_dict} for loss_dict in returned if "log_probs" in loss_dict]
+        )
+        if step == 1 and trainer_options.get("fails") == dist.get_rank():
             raise KeyError("metrics")  # as a library does that finds no results
         read_all_ways(shape, read, returned, collected)
         if step != 1:
             norms.append(float(optimizer.step()[1] or 0.0))
-    if given.get("distributed_optimizer"):
+    if trainer_options.get("distributed_optimizer"):
         for chunk in model:
             chunk.disable_forward_pre_hook()  # takes what is still being gathered
-    named = [pair for chunk in model for pair in names_of(unwrapped(chunk))]
-    whole = [] if given.get("distributed_optimizer") else named  # else a replica has a part
+    named_parameters = [pair for chunk in model for pair in names_of(unwrapped(chunk))]
+    complete_parameters = (
+        [] if trainer_options.get("distributed_optimizer") else named_parameters
+    )  # else a replica has a part
     return {
         "losses": losses,
         "read": read,
-        "made": made,
-        "seen": seen,
+        "made": outputs_by_step,
+        "seen": lengths_by_step,
         "norms": norms,
-        "gradients": {name: each.main_grad.clone() for name, each in whole},
-        "parameters": {name: each.detach().clone() for name, each in named},
+        "gradients": {name: parameter.main_grad.clone() for name, parameter in complete_parameters},
+        "parameters": {name: parameter.detach().clone() for name, parameter in named_parameters},
         "chunks": len(model),
         "stepped_ahead": settings.overlap_param_gather_with_optimizer_step,
     }
@@ -689,7 +704,7 @@ def computed_logprobs(model: nn.Module, rollouts: list[Tensor]) -> Tensor:
         return result, None
 
     group = mpu.get_pipeline_model_parallel_group()
-    data, function, found = iter(rollouts), get_forward_backward_func(), []
+    data, function, log_probs = iter(rollouts), get_forward_backward_func(), []
     for _ in rollouts:
         output = function(
             forward_step_func=forward_step,
@@ -704,53 +719,54 @@ def computed_logprobs(model: nn.Module, rollouts: list[Tensor]) -> Tensor:
             collect_non_loss_data=False,
         )
         if is_pp_last_stage(group):
-            found.append(output[0].detach())
-    every = torch.cat(found) if found else torch.empty(len(rollouts), LONGEST - 1)
+            log_probs.append(output[0].detach())
+    every = torch.cat(log_probs) if log_probs else torch.empty(len(rollouts), LONGEST - 1)
     dist.broadcast(every, src=get_pp_last_rank(group), group=group)
     return every
 
 
-def reinforce(given: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]:
+def reinforce(trainer_options: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]:
     """Return the losses of three steps of GRPO's shape, and the last gradients, of this rank."""
     register()
     ranks = dist.get_world_size()
     mpu.initialize_model_parallel(1, ranks)
-    config = make_config("rl", ranks, given)
+    config = make_config("rl", ranks, trainer_options)
     model_parallel_cuda_manual_seed(1)
-    model = make_model("rl", config, given)
+    model = make_model("rl", config, trainer_options)
     config.finalize_model_grads_func = finalize_model_grads
     reference = {
         name: 0.5 * value for name, value in model[0].state_dict().items() if value is not None
     }
     losses: list[list[float]] = []
     for step in range(3):
-        rollouts = [each["tokens"] for each in batches(step, 8, [LONGEST])]
+        rollouts = [batch["tokens"] for batch in batches(step, 8, [LONGEST])]
         with torch.no_grad():
             old = computed_logprobs(model[0], rollouts)
-            own = {
+            policy_state = {
                 name: value.clone()
                 for name, value in model[0].state_dict().items()
                 if value is not None
             }
             model[0].load_state_dict(reference, strict=False)
-            other = computed_logprobs(model[0], rollouts)
-            model[0].load_state_dict(own, strict=False)
+            reference_log_probs = computed_logprobs(model[0], rollouts)
+            model[0].load_state_dict(policy_state, strict=False)
         model[0].zero_grad_buffer()
-        left = iter(zip(rollouts, old, other, strict=True))
+        samples = iter(zip(rollouts, old, reference_log_probs, strict=True))
 
         def forward_step(data: Any, model: nn.Module) -> tuple[Tensor, Any]:
-            tokens, before, wanted = next(data)
+            tokens, old_log_probs, reference = next(data)
             current = logprobs_of(model, tokens)
             if mpu.is_pipeline_last_stage():
-                distance = (wanted - current).exp() - (wanted - current) - 1
+                distance = (reference - current).exp() - (reference - current) - 1
                 current = (
-                    -(current - before).exp() * torch.linspace(-1, 2, len(before)) + distance
+                    -(current - old_log_probs).exp() * torch.linspace(-1, 2, len(old_log_probs))
+                    + distance
                 ).mean()
             return current, lambda loss: (loss, {"loss": loss.detach()})
 
         returned = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=left,
+            data_iterator=samples,
             model=model,
             num_microbatches=len(rollouts),
             seq_length=LONGEST,
@@ -764,32 +780,34 @@ def reinforce(given: dict[str, Any], register: Callable[[], None]) -> dict[str, 
     return {"losses": losses, "norms": [], "gradients": gradients, "chunks": len(model)}
 
 
-def start(rank: int, given: dict[str, Any]) -> None:
+def start(rank: int, trainer_options: dict[str, Any]) -> None:
     """Run one of these trainers in a rank of the farm, and end it."""
     megatron_vshape.unregister()
-    if "M" in given.get("pattern", ""):
+    if "M" in trainer_options.get("pattern", ""):
         import mamba_on_cpu
 
-        mamba_on_cpu.start(rank, given)
+        mamba_on_cpu.start(rank, trainer_options)
     dist.init_process_group("gloo")
 
     def register() -> None:
-        options = given.get("options", {})
-        if "lengths" in given:
-            options["lengths"] = lambda batch: given["lengths"]
-        if given["schedule"] is not None:
-            megatron_vshape.register(schedule=given["schedule"], **options)
+        options = trainer_options.get("options", {})
+        if "lengths" in trainer_options:
+            options["lengths"] = lambda batch: trainer_options["lengths"]
+        if trainer_options["schedule"] is not None:
+            megatron_vshape.register(schedule=trainer_options["schedule"], **options)
 
     finish(
         rank,
-        given,
-        reinforce(given, register) if given["shape"] == "rl" else train(given, register),
+        trainer_options,
+        reinforce(trainer_options, register)
+        if trainer_options["shape"] == "rl"
+        else train(trainer_options, register),
     )
 
 
-def finish(rank: int, given: dict[str, Any], kept: dict[str, Any]) -> NoReturn:
+def finish(rank: int, trainer_options: dict[str, Any], record: dict[str, Any]) -> NoReturn:
     """Save the results of this rank, and end it once all ranks have theirs."""
-    torch.save(kept, f"{given['directory']}/{rank}.pt")
+    torch.save(record, f"{trainer_options['directory']}/{rank}.pt")
     dist.barrier()
     megatron_vshape.unregister()
     os._exit(0)
@@ -798,11 +816,11 @@ def finish(rank: int, given: dict[str, Any], kept: dict[str, Any]) -> NoReturn:
 def starts(train: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[int, Any], NoReturn]:
     """Return a plugin's `start`, which registers the given schedule and saves the results."""
 
-    def start(rank: int, given: dict[str, Any]) -> NoReturn:
+    def start(rank: int, trainer_options: dict[str, Any]) -> NoReturn:
         megatron_vshape.unregister()
         dist.init_process_group("gloo")
-        if given["schedule"] is not None:
-            megatron_vshape.register(schedule=given["schedule"])
-        finish(rank, given, train(given))
+        if trainer_options["schedule"] is not None:
+            megatron_vshape.register(schedule=trainer_options["schedule"])
+        finish(rank, trainer_options, train(trainer_options))
 
     return start

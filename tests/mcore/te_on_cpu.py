@@ -83,7 +83,7 @@ def grouped_gemm(
     *unused: Any,
 ) -> list[Tensor]:
     """Run one product per group."""
-    outputs = list(out[0].split([int(each) for each in splits])) if single_output else out
+    outputs = list(out[0].split([int(size) for size in splits])) if single_output else out
     for group, output in enumerate(outputs):
         added = bias[group] if bias[group].numel() else None
         _, bias_grad, *_ = generic_gemm(
@@ -191,7 +191,7 @@ def accumulate(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
 def multi_tensor_l2norm(
     chunk: int, overflowed: Tensor, lists: list[list[Tensor]], per_tensor: bool, *unused: Any
 ) -> tuple[Tensor, None]:
-    return torch.stack([each.float().norm() for each in lists[0]]).norm()[None], None
+    return torch.stack([tensor.float().norm() for tensor in lists[0]]).norm()[None], None
 
 
 def multi_tensor_scale(
@@ -265,7 +265,7 @@ def import_te(directory: str) -> Any:
     torch.cuda.is_available = _available_to_te(torch.cuda.is_available)
     torch.Tensor.is_cuda = property(lambda tensor: True)
     torch.cuda.get_device_capability = lambda *unused: (9, 0)
-    functions: dict[str, Any] = {each.__name__: each for each in FUNCTIONS}
+    functions: dict[str, Any] = {function.__name__: function for function in FUNCTIONS}
     functions |= {
         "te_general_grouped_gemm": grouped_gemm,
         "multi_tensor_scale_tensor": multi_tensor_scale,
@@ -338,8 +338,8 @@ def fused_experts(grouped: Callable[..., nn.Module], **options: Any) -> nn.Modul
             if not self._operations:
                 self._operations = (self._make_fused_ops(),)
             counts, scales = torch.tensor(splits, dtype=torch.int), torch.ones(x.shape[0])
-            more = (counts, scales) if self.linear_fc2.use_bias else (counts,)
-            return self._operations[0](x, counts, scales, *more)
+            fc2_inputs = (counts, scales) if self.linear_fc2.use_bias else (counts,)
+            return self._operations[0](x, counts, scales, *fc2_inputs)
 
     return Experts()
 
@@ -361,13 +361,15 @@ def run(layer: nn.Module, order: str, state: Any, ddp: bool, first: bool) -> lis
             generator = torch.Generator().manual_seed(int(microbatch))
             x = torch.randn(TOKENS, SIZE, generator=generator).requires_grad_()
             is_first = (microbatch == "0") if first else None
-            more = [SPLITS] if hasattr(layer, "num_gemms") or hasattr(layer, "linear_fc1") else []
-            y = layer(x, *more, is_first_microbatch=is_first)
+            split_arguments = (
+                [SPLITS] if hasattr(layer, "num_gemms") or hasattr(layer, "linear_fc1") else []
+            )
+            y = layer(x, *split_arguments, is_first_microbatch=is_first)
             if isinstance(y, tuple):
                 bias = y[1]
                 if isinstance(bias, list):
                     parts = zip(y[0].split(SPLITS), bias, strict=True)
-                    y = torch.cat([part + each for part, each in parts])
+                    y = torch.cat([part + bias for part, bias in parts])
                 else:
                     y = y[0] + bias
             inputs[microbatch], outputs[microbatch] = x, y
@@ -380,7 +382,7 @@ def run(layer: nn.Module, order: str, state: Any, ddp: bool, first: bool) -> lis
         else:
             outputs.pop(microbatch).square().sum().backward()
     del keep
-    sums = [getattr(each, "main_grad", each.grad) for each in layer.parameters()]
+    sums = [getattr(parameter, "main_grad", parameter.grad) for parameter in layer.parameters()]
     return [*(x.grad for x in inputs.values()), *sums]
 
 
@@ -404,12 +406,12 @@ def check(build: Callable[..., nn.Module], bias: str, fused: bool, first: bool) 
         stores = 2 if hasattr(layer, "linear_fc1") else 1
         if order is not None and te_layers.install(state, [layer]) != stores:
             return ["the adapter was not installed"]
-        found = run(layer, order or WHOLE, state, ddp=True, first=first)
+        results = run(layer, order or WHOLE, state, ddp=True, first=first)
         if expected is None:
-            expected = found
-        for mine, theirs in zip(found, expected, strict=True):
-            if not torch.allclose(mine, theirs, rtol=1e-5, atol=1e-4):
-                wrong.append(f"{order}: {(mine - theirs).abs().max().item():.3g}")
+            expected = results
+        for result, expected_result in zip(results, expected, strict=True):
+            if not torch.allclose(result, expected_result, rtol=1e-5, atol=1e-4):
+                wrong.append(f"{order}: {(result - expected_result).abs().max().item():.3g}")
     return wrong
 
 
@@ -435,16 +437,16 @@ def sequence(te: Any, rank: int, store: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     options = {"tp_group": dist.group.WORLD, "sequence_parallel": True, "bias": False}
     options |= {"device": "cpu", "params_dtype": torch.float32, "tp_size": 2}
-    found = []
+    cases = []
     for name, first in (("LayerNormLinear", te.LayerNormLinear), ("Linear", te.Linear)):
-        for whole in (True, False):
+        for is_full in (True, False):
             torch.manual_seed(1 + rank)
             fc1 = first(SIZE, HIDDEN, parallel_mode="column", **options)
             fc2 = te.Linear(HIDDEN, SIZE, parallel_mode="row", **options)
             state, gathers = StepState(splits_backward=True), {}
             te_layers.install(state, [fc1, fc2])
             x = torch.randn(TOKENS, 1, SIZE).requires_grad_()
-            for kind in ("F", "BW") if whole else ("F", "B", "W"):
+            for kind in ("F", "BW") if is_full else ("F", "B", "W"):
                 with counting_gathers() as count:
                     if kind == "F":
                         y = fc2(torch.nn.functional.gelu(fc1(x))).square().sum()
@@ -454,9 +456,12 @@ def sequence(te: Any, rank: int, store: str) -> None:
                         with state.jobs.collect(0) if kind == "B" else nullcontext():
                             y.backward()
                 gathers[kind] = count[0]
-            sums = [x.grad, *(each.grad for each in (*fc1.parameters(), *fc2.parameters()))]
-            found.append((gathers, sums))
-        (plain, expected), (split, sums) = found[-2:]
+            sums = [
+                x.grad,
+                *(parameter.grad for parameter in (*fc1.parameters(), *fc2.parameters())),
+            ]
+            cases.append((gathers, sums))
+        (plain, expected), (split, sums) = cases[-2:]
         pairs = enumerate(zip(sums, expected, strict=True))
         differs = [number for number, pair in pairs if not torch.equal(*pair)]
         print(json.dumps({"case": name, "gathers": plain | split, "wrong": differs}), flush=True)
