@@ -24,28 +24,32 @@ def drawn(like: Schedule, seed: int) -> Schedule:
     rng = random.Random(seed)
     splits = [rng.random() < 0.7 for _ in range(like.num_stages)]
     count, last = like.num_microbatches, like.num_stages - 1
-    done = [dict.fromkeys((Kind.F, Kind.B, Kind.W), 0) for _ in splits]
+    num_done = [dict.fromkeys((Kind.F, Kind.B, Kind.W), 0) for _ in splits]
     rows: list[list[Pass]] = [[] for _ in range(like.num_devices)]
 
     def could_run(kind: Kind, stage: int) -> bool:
-        own = done[stage]
+        local_done = num_done[stage]
         if kind is Kind.F:
-            before = count if stage == 0 else done[stage - 1][Kind.F]
+            limit = count if stage == 0 else num_done[stage - 1][Kind.F]
         elif kind is Kind.B:
-            before = own[Kind.F] if stage == last else min(done[stage + 1][Kind.B], own[Kind.F])
+            limit = (
+                local_done[Kind.F]
+                if stage == last
+                else min(num_done[stage + 1][Kind.B], local_done[Kind.F])
+            )
         else:
-            before = own[Kind.B] if splits[stage] else 0
-        return own[kind] < before
+            limit = local_done[Kind.B] if splits[stage] else 0
+        return local_done[kind] < limit
 
     while True:
-        ready = [(k, s) for s in range(like.num_stages) for k in done[s] if could_run(k, s)]
+        ready = [(k, s) for s in range(like.num_stages) for k in num_done[s] if could_run(k, s)]
         if not ready:
             break
         kind, stage = rng.choice(ready)
-        whole = kind is Kind.B and not splits[stage]
-        work = Pass(Kind.BW if whole else kind, stage, done[stage][kind])
+        is_full = kind is Kind.B and not splits[stage]
+        work = Pass(Kind.BW if is_full else kind, stage, num_done[stage][kind])
         rows[like.placement[stage]].append(work)
-        done[stage][kind] += 1
+        num_done[stage][kind] += 1
     name = f"drawn with {seed}"
     schedule = Schedule(name, like.num_devices, count, like.placement, tuple(map(tuple, rows)))
     verify(schedule)

@@ -39,76 +39,81 @@ def steps(number: int) -> list[tuple[int, list[int], bool]]:
     counts = [*range(1, MOST + 1), *(draw.randint(1, MOST) for _ in range(MOST, number))]
     counts[9::20], counts[19::20] = [1] * len(counts[9::20]), [4] * len(counts[19::20])
     return [
-        (count, [draw.randint(3, other_trainer.LONGEST) for _ in range(count)], at % 10 == 9)
-        for at, count in enumerate(counts)
+        (count, [draw.randint(3, other_trainer.LONGEST) for _ in range(count)], index % 10 == 9)
+        for index, count in enumerate(counts)
     ]
 
 
 def in_use() -> dict[str, int]:
     """Count the objects, the tensors and the process groups of this rank."""
     gc.collect()
-    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    tensors = [candidate for candidate in gc.get_objects() if isinstance(candidate, torch.Tensor)]
     return {
         "objects": len(gc.get_objects()),
         "tensors": len(tensors),
-        "bytes": sum(each.nbytes for each in tensors),
+        "bytes": sum(tensor.nbytes for tensor in tensors),
         "groups": len(distributed_c10d._world.pg_map),
     }
 
 
-def noted(batches: Iterator[dict[str, Tensor]], seen: list[Any]) -> Iterator[dict[str, Tensor]]:
+def noted(
+    batches: Iterator[dict[str, Tensor]], references: list[Any]
+) -> Iterator[dict[str, Tensor]]:
     """Yield microbatches, and add a weak reference to each of their tensors to `seen`."""
     for batch in batches:
-        seen.extend(map(weakref.ref, batch.values()))
+        references.extend(map(weakref.ref, batch.values()))
         yield batch
 
 
 @contextmanager
 def offloaded(model: list[Any]) -> Iterator[None]:
     """Free the storages of parameters and gradients, as verl and NeMo-RL do while they generate."""
-    buffers = [each for chunk in model for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    data = [each for buffer in buffers for each in (buffer.param_data, buffer.grad_data)]
-    storages = [each.untyped_storage() for each in data if each is not None]
+    buffers = [
+        buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
+    data = [values for buffer in buffers for values in (buffer.param_data, buffer.grad_data)]
+    storages = [values.untyped_storage() for values in data if values is not None]
     RotaryEmbedding.forward.cache_clear()  # one per chunk, which NeMo-RL clears as well
     with _disable_current_modes():  # host memory is not counted
-        copies = [torch.UntypedStorage(each.nbytes()).copy_(each) for each in storages]
-    for each in storages:
-        each.resize_(0)
+        copies = [torch.UntypedStorage(storage.nbytes()).copy_(storage) for storage in storages]
+    for storage in storages:
+        storage.resize_(0)
     yield
-    for each, copy in zip(storages, copies, strict=True):
-        each.resize_(copy.nbytes())
-        each.copy_(copy)
+    for storage, copy in zip(storages, copies, strict=True):
+        storage.resize_(copy.nbytes())
+        storage.copy_(copy)
 
 
-def train(given: dict[str, Any]) -> dict[str, Any]:
+def train(options: dict[str, Any]) -> dict[str, Any]:
     """Run the steps with a count of every tensor's bytes; see `_train`."""
-    with LiveBytes() as live:
-        return _train(given, live)
+    with LiveBytes() as live_bytes:
+        return _train(options, live_bytes)
 
 
-def _train(given: dict[str, Any], live: LiveBytes) -> dict[str, Any]:
+def _train(options: dict[str, Any], live_bytes: LiveBytes) -> dict[str, Any]:
     """Run the steps; return losses, and what is in use when a half of them and all have run.
 
     `between` has the bytes at the end of each step that an inference engine on this GPU cannot use.
     """
-    ranks, number = dist.get_world_size(), given["steps"]
+    ranks, number = dist.get_world_size(), options["steps"]
     mpu.initialize_model_parallel(1, ranks)
-    config = other_trainer.make_config("verl", ranks, given)
+    config = other_trainer.make_config("verl", ranks, options)
     model_parallel_cuda_manual_seed(1)
-    model = other_trainer.make_model("verl", config, given)
+    model = other_trainer.make_model("verl", config, options)
     config.finalize_model_grads_func = finalize_model_grads
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), model)
-    losses, used, kept, between = array("d"), [], 0, []
-    for at, (count, lengths, evaluates) in enumerate(given.get("drawn") or steps(number)):
+    losses, used, num_retained, between = array("d"), [], 0, []
+    for index, (count, lengths, evaluates) in enumerate(options.get("drawn") or steps(number)):
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         collected: list[float] = []
-        seen: list[Any] = []
+        references: list[Any] = []
         returned = get_forward_backward_func()(
             forward_step_func=partial(other_trainer.forward, "verl", collected),
             data_iterator=[
-                noted(iter([*other_trainer.batches(at, count, lengths)]), seen) for _ in model
+                noted(iter([*other_trainer.batches(index, count, lengths)]), references)
+                for _ in model
             ],
             model=model,
             num_microbatches=count,
@@ -120,13 +125,13 @@ def _train(given: dict[str, Any], live: LiveBytes) -> dict[str, Any]:
         if not evaluates:
             optimizer.step()
         del returned, collected
-        kept += sum(each() is not None for each in seen)
+        num_retained += sum(reference() is not None for reference in references)
         with offloaded(model):
-            between.append(live.count())
-        if at + 1 in (max(number // 2, 20), number):
+            between.append(live_bytes.count())
+        if index + 1 in (max(number // 2, 20), number):
             used.append(in_use())
-    found = {"losses": losses.tolist(), "used": used, "kept": kept, "between": between}
-    return found | {"chunks": len(model)}
+    record = {"losses": losses.tolist(), "used": used, "kept": num_retained, "between": between}
+    return record | {"chunks": len(model)}
 
 
 start = other_trainer.starts(train)

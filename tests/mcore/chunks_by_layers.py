@@ -81,7 +81,7 @@ def chunk_of(text: str, config: TransformerConfig, ties: bool) -> GPTModel:
     """Return the chunk that `text` writes."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     dense, experts, *_ = block.layer_specs
-    layers = [{"D": dense, "M": experts}[each] for each in text.strip("<>")]
+    layers = [{"D": dense, "M": experts}[letter] for letter in text.strip("<>")]
     return GPTModel(
         config,
         replace(block, layer_specs=layers),
@@ -144,7 +144,9 @@ class Chunks:
             pipeline,
             forward_step_func=forward_step,
             data_iterator=None,
-            model=[DistributedDataParallel(config, settings, each) for each in models],
+            model=[
+                DistributedDataParallel(config, settings, chunk_model) for chunk_model in models
+            ],
             num_microbatches=MICROBATCHES,
             seq_length=TOKENS,
             micro_batch_size=BATCH,
@@ -176,22 +178,24 @@ class Chunks:
 
     def run(self, *passes: Pass) -> None:
         """Run a pass, or an F beside another, and keep what they make."""
-        first, *others = passes
+        first, *overlapped_passes = passes
         stage, received = self.stages[first.stage], self.inputs_of(first)
-        if others:
-            (work,) = others
-            other, gradient = self.stages[work.stage], self.inputs_of(work)
-            made = stage.forward_overlapped(first.microbatch, received, other, work, gradient)
+        if overlapped_passes:
+            (work,) = overlapped_passes
+            backward_stage, gradient = self.stages[work.stage], self.inputs_of(work)
+            outputs = stage.forward_overlapped(
+                first.microbatch, received, backward_stage, work, gradient
+            )
         elif first.kind is Kind.W:
             stage.backward_weights(first.microbatch)
             return
         else:
-            made = (getattr(stage, first.kind.method)(first.microbatch, received),)
-        for work, each in zip(passes, made, strict=True):
+            outputs = (getattr(stage, first.kind.method)(first.microbatch, received),)
+        for work, output in zip(passes, outputs, strict=True):
             makes_loss = work.kind is Kind.F and stage._makes_loss
             loss = stage._outputs.get(work.microbatch) if makes_loss else None
-            if (each := loss if each is None else each) is not None:
-                self.made[str(work)] = each.detach().clone()
+            if (output := loss if output is None else output) is not None:
+                self.made[str(work)] = output.detach().clone()
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the sums of the gradients so far."""
@@ -213,12 +217,12 @@ def form_groups() -> None:
 
 def passes_of(text: str) -> list[tuple[Pass, ...]]:
     """Return the passes of a text: `F0.1 F0.0&B1.0 W1.0`."""
-    return [tuple(map(Pass.parse, each.split("&"))) for each in text.split()]
+    return [tuple(map(Pass.parse, pair.split("&"))) for pair in text.split()]
 
 
-def restore(output: Tensor, again: Tensor) -> None:
+def restore(output: Tensor, recomputed: Tensor) -> None:
     """Give an output that has been emptied its values again, wherever it is kept."""
-    memory, values = output.untyped_storage(), again.untyped_storage()
+    memory, values = output.untyped_storage(), recomputed.untyped_storage()
     memory.resize_(values.nbytes())
     memory.copy_(values)
 
@@ -249,7 +253,7 @@ def alike(mine: Tensor, plain: Tensor, sums_twice: bool) -> bool:
 def unlike(rank: int, cases: dict[str, Case]) -> dict[str, list[str]]:
     """Return by case what of results and gradients differs by a bit from passes without plans."""
     form_groups()
-    found = {}
+    differences = {}
     for name, (texts, order, options) in cases.items():
         ran = []
         for by_layers in (True, False):
@@ -258,20 +262,20 @@ def unlike(rank: int, cases: dict[str, Case]) -> dict[str, list[str]]:
             with recomputing_without_te():
                 for passes in passes_of(order):
                     ran[-1].run(*passes)
-        ours, theirs = ran
+        overlapped_run, separate_run = ran
         predicts = "mtp_num_layers" in options
-        found[name] = [
+        differences[name] = [
             key
             for mine, plain in (
-                (ours.made, theirs.made),
-                (ours.gradients(), theirs.gradients()),
+                (overlapped_run.made, separate_run.made),
+                (overlapped_run.gradients(), separate_run.gradients()),
             )
             for key in mine.keys() | plain.keys()
             if not alike(mine[key], plain[key], "word_embeddings" in key and predicts)
         ]
-        if not any(each.any() for each in ours.gradients().values()):
-            found[name].append("no gradient at all")
-    return found
+        if not any(gradient.any() for gradient in overlapped_run.gradients().values()):
+            differences[name].append("no gradient at all")
+    return differences
 
 
 def never_waiting() -> Any:
@@ -298,8 +302,8 @@ def emptying_experts_input() -> Any:
         owner = importlib.import_module("megatron.core.models.gpt.fine_grained_callables")
     upstream = owner.should_free_input
 
-    def frees(name: str, is_moe: bool, *rest: Any) -> bool:
-        return is_moe if name == "mlp" else bool(upstream(name, is_moe, *rest))
+    def frees(name: str, is_moe: bool, *arguments: Any) -> bool:
+        return is_moe if name == "mlp" else bool(upstream(name, is_moe, *arguments))
 
     return patch.object(owner, "should_free_input", frees)
 
@@ -315,17 +319,17 @@ MUTANTS: dict[str | None, Callable[[], Any]] = {
 
 
 def wrong_on_streams(
-    rank: int, tried: dict[str | None, dict[str, Case]]
+    rank: int, cases_by_mutant: dict[str | None, dict[str, Case]]
 ) -> dict[str | None, dict[str, list[str]]]:
     """Return what is wrong with the use of streams, by mutant and case."""
     form_groups()
-    found: dict[str | None, dict[str, list[str]]] = {}
-    for mutant, cases in tried.items():
+    faults: dict[str | None, dict[str, list[str]]] = {}
+    for mutant, cases in cases_by_mutant.items():
         for name, (texts, order, options) in cases.items():
             chunks = Chunks(rank, texts, by_layers=True, **options)
             with streams_without_a_gpu() as streams, MUTANTS[mutant](), suppress(EmptiedError):
                 for passes in passes_of(order):
                     chunks.run(*passes)
                     chunks.made.clear()
-            found.setdefault(mutant, {})[name] = streams.wrong
-    return found
+            faults.setdefault(mutant, {})[name] = streams.wrong
+    return faults

@@ -33,14 +33,14 @@ def farm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Farm]:
 @pytest.fixture(scope="session")
 def train(farm: Farm) -> Callable[..., Ended]:
     """Return a function that trains on so many ranks with these flags, once for the session."""
-    done: dict[tuple[object, ...], Ended] = {}
+    runs: dict[tuple[object, ...], Ended] = {}
 
     def run(
         ranks: int, *arguments: str, without: tuple[str, ...] = (), plugin: Path | None = None
     ) -> Ended:
         key = (ranks, arguments, without, plugin)
-        if key not in done:
-            done[key] = farm.run(ranks, *arguments, without=without, plugin=plugin)
-        return done[key].check()
+        if key not in runs:
+            runs[key] = farm.run(ranks, *arguments, without=without, plugin=plugin)
+        return runs[key].check()
 
     return run

@@ -20,9 +20,9 @@ class Steps:
     another forward step function (`renews_forward_step`), and the `folder`.
     """
 
-    def __init__(self, rank: int, given: dict[str, Any]) -> None:
-        self._path = f"{given['folder']}/rank{rank}.pt"
-        self._given = given
+    def __init__(self, rank: int, settings: dict[str, Any]) -> None:
+        self._path = f"{settings['folder']}/rank{rank}.pt"
+        self._given = settings
         self.kept: dict[str, Any] = {"steps": [], "parameters": [], "optimizer": {}}
 
     def keep_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +46,9 @@ class Steps:
                     "learning rates": [group["lr"] for group in optimizer.param_groups],
                 }
             )
-            self.kept["parameters"] = [each.data for chunk in model for each in chunk.parameters()]
+            self.kept["parameters"] = [
+                parameter.data for chunk in model for parameter in chunk.parameters()
+            ]
             self.kept["optimizer"] = state_of(optimizer)
             torch.save(self.kept, self._path)
             if len(self.kept["steps"]) == self._given["stopped"]:
@@ -70,25 +72,25 @@ class Steps:
         return finalize
 
 
-def start(rank: int, given: dict[str, Any]) -> None:
+def start(rank: int, settings: dict[str, Any]) -> None:
     """Wrap the trainer in this process."""
-    steps = Steps(rank, given)
+    steps = Steps(rank, settings)
     training.train_step = steps.keep_step(training.train_step)
     training.finalize_model_grads = steps.infect(training.finalize_model_grads)
 
 
 def state_of(optimizer: Any) -> dict[str, Any]:
     """Return everything of an optimizer that a step changes, in a fixed order."""
-    kept: dict[str, Any] = {}
-    for part, each in enumerate(optimizer.chained_optimizers):
-        if getattr(each, "grad_scaler", None) is not None:
-            kept[f"{part}.scaler"] = dict(vars(each.grad_scaler))
-        inner = each.optimizer
+    state: dict[str, Any] = {}
+    for part, optimizer_part in enumerate(optimizer.chained_optimizers):
+        if getattr(optimizer_part, "grad_scaler", None) is not None:
+            state[f"{part}.scaler"] = dict(vars(optimizer_part.grad_scaler))
+        inner = optimizer_part.optimizer
         for number, group in enumerate(inner.param_groups):
-            kept[f"{part}.{number}"] = {key: group[key] for key in group if key != "params"}
+            state[f"{part}.{number}"] = {key: group[key] for key in group if key != "params"}
             for index, parameter in enumerate(group["params"]):
                 name = f"{part}.{number}.{index}"
-                kept[f"{name}.parameter"] = parameter.detach().clone()
+                state[f"{name}.parameter"] = parameter.detach().clone()
                 for key, value in inner.state[parameter].items():
-                    kept[f"{name}.{key}"] = value
-    return kept
+                    state[f"{name}.{key}"] = value
+    return state

@@ -90,23 +90,23 @@ class Streams(TorchDispatchMode):
     ) -> Any:
         self.collect()
         options = options or {}
-        given = [each for each in tree_leaves((args, options)) if isinstance(each, Tensor)]
-        known = {id(self._memory(each)) for each in given}
-        for each in given:
-            if each.numel() and not each.untyped_storage().nbytes():
+        inputs = [tensor for tensor in tree_leaves((args, options)) if isinstance(tensor, Tensor)]
+        input_memories = {id(self._memory(tensor)) for tensor in inputs}
+        for tensor in inputs:
+            if tensor.numel() and not tensor.untyped_storage().nbytes():
                 self.wrong.append(f"{function} uses memory that has been emptied")
                 raise EmptiedError
         result = function(*args, **options)
         clock = self.clocks[self.current] = self.clock(self.current) | self.host
         clock[self.current] += 1
         written = _written(function, args, options)
-        for each in given:
+        for tensor in inputs:
             if not _is_view(function):
-                self._use(function, each, any(each is one for one in written))
-        for each in tree_leaves(result):
-            if isinstance(each, Tensor) and id(self._memory(each)) not in known:
+                self._use(function, tensor, any(tensor is output for output in written))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and id(self._memory(leaf)) not in input_memories:
                 self._hand_out(self.current)
-                self._use(function, each, True)
+                self._use(function, leaf, True)
         return result
 
     def _memory(self, tensor: Tensor) -> Memory:
@@ -166,18 +166,18 @@ class Streams(TorchDispatchMode):
     def segments(self) -> list[dict[str, Any]]:
         """Return what torch.cuda.memory_snapshot tells of memory: here, a segment is a storage."""
         self.collect()
-        found = []
+        blocks = []
         for memory in self._memories.values():
             storage = torch.UntypedStorage._new_with_weak_ptr(memory.alive.cdata)
             if storage is not None:
-                found.append(
+                blocks.append(
                     {
                         "address": storage.data_ptr(),
                         "total_size": storage.nbytes(),
                         "stream": Stream(self, name=memory.stream).cuda_stream,
                     }
                 )
-        return found
+        return blocks
 
     def enter(self, stream: str) -> None:
         """Have what comes be that stream's, and the nodes of what is computed."""
@@ -199,41 +199,43 @@ class Streams(TorchDispatchMode):
         That stream waits for what the node reads, and the one that runs now at the end for all.
         """
         outer = self.current
-        made = {(root, 0): [Counter(self.clock(outer))]}  # by reader and which it is of its inputs
+        moments = {
+            (root, 0): [Counter(self.clock(outer))]
+        }  # by reader and which it is of its inputs
         handles = []
 
         def begins(node: Node, gradients: tuple[Tensor | None, ...]) -> None:
             self.current = self._stream_of(node, outer)
             for number, gradient in enumerate(gradients):
-                for moment in made.get((node, number), ()) if gradient is not None else ():
+                for moment in moments.get((node, number), ()) if gradient is not None else ():
                     self.wait(self.current, moment)
 
         def is_over(node: Node, *gradients: Any) -> None:
             for reader in node.next_functions:
-                made.setdefault(reader, []).append(Counter(self.clock(self.current)))
+                moments.setdefault(reader, []).append(Counter(self.clock(self.current)))
             self.current = outer
 
         for node in nodes_behind(root):
             handles.append(node.register_prehook(partial(begins, node)))
             handles.append(node.register_hook(partial(is_over, node)))
         yield
-        for each in handles:
-            each.remove()
-        for stream in {self._stream_of(node, outer) for node, _ in made if node is not None}:
+        for handle in handles:
+            handle.remove()
+        for stream in {self._stream_of(node, outer) for node, _ in moments if node is not None}:
             self.wait(outer, self.clock(stream))
 
     def _stream_of(self, node: Node, outer: str) -> str:
         if "AccumulateGrad" in node.name():  # made long before
             return outer
         number = self._numbers.get(node, node._sequence_nr())
-        before = [stream for first, stream in self._since if first < number]
-        return before[-1] if before else outer
+        streams = [stream for first, stream in self._since if first < number]
+        return streams[-1] if streams else outer
 
     def _let_go(self, memory: Memory) -> None:
         self._free.setdefault(memory.stream, []).extend(
-            each
-            for each in memory.uses
-            if each.stream != memory.stream and each.stream not in memory.recorded
+            use
+            for use in memory.uses
+            if use.stream != memory.stream and use.stream not in memory.recorded
         )
         if self._at_once:
             self._hand_out(memory.stream)
@@ -248,23 +250,25 @@ class Streams(TorchDispatchMode):
 
 def _is_view(function: Any) -> bool:
     """Return whether the operation looks at no memory, and gives it another shape or name."""
-    returned = [each.alias_info for each in function._schema.returns]
-    return any(each is not None and not each.is_write for each in returned)
+    returned = [alias.alias_info for alias in function._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in returned)
 
 
 def _written(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that the operation writes to."""
     if function.namespace == "c10d":  # whose schemas do not say; the outputs come first
-        return [each for each in tree_leaves(args[0]) if isinstance(each, Tensor)]
+        return [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor)]
     arguments = function._schema.arguments
     pairs = list(zip(arguments, args, strict=False))
-    pairs += [(each, options[each.name]) for each in arguments if each.name in options]
+    pairs += [
+        (argument, options[argument.name]) for argument in arguments if argument.name in options
+    ]
     return [
-        each
+        leaf
         for argument, value in pairs
         if argument.alias_info is not None and argument.alias_info.is_write
-        for each in tree_leaves(value)
-        if isinstance(each, Tensor)
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, Tensor)
     ]
 
 
@@ -282,8 +286,8 @@ class Stream:
         """Return the number that a GPU's driver knows it by."""
         return hash(self.name)
 
-    def wait_stream(self, other: Stream) -> None:
-        self._streams.wait(self.name, self._streams.clock(other.name))
+    def wait_stream(self, stream: Stream) -> None:
+        self._streams.wait(self.name, self._streams.clock(stream.name))
 
     def synchronize(self) -> None:
         self._streams.host |= self._streams.clock(self.name)
@@ -296,8 +300,8 @@ class Stream:
         event.record(self)
         return event
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and self.name == other.name
+    def __eq__(self, operand: object) -> bool:
+        return isinstance(operand, Stream) and self.name == operand.name
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -332,13 +336,13 @@ def streams_without_a_gpu(at_once: bool = True) -> Iterator[Streams]:
 
     @contextmanager
     def entered(stream: Stream | None) -> Iterator[None]:
-        before = streams.current
+        former_stream = streams.current
         # Megatron's stream for counts that go to the host, made before, has nothing to copy here.
-        streams.enter(getattr(stream, "name", before))
+        streams.enter(getattr(stream, "name", former_stream))
         try:
             yield
         finally:
-            streams.enter(before)
+            streams.enter(former_stream)
 
     def resized(storage: Any, size: int) -> Any:
         if not size:

@@ -22,7 +22,7 @@ class FusedAdam(torch.optim.Optimizer):
         weight_decay: float,
         betas: tuple[float, float],
         eps: float,
-        **others: Any,
+        **options: Any,
     ) -> None:
         super().__init__(
             params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
@@ -34,15 +34,17 @@ class FusedAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             lists: list[list[torch.Tensor]] = [[], [], [], []]
-            for each in group["params"]:
-                if each.grad is None:
+            for parameter in group["params"]:
+                if parameter.grad is None:
                     continue
-                state = self.state[each]
+                state = self.state[parameter]
                 for key in ("exp_avg", "exp_avg_sq"):
-                    state.setdefault(key, torch.zeros_like(each))
+                    state.setdefault(key, torch.zeros_like(parameter))
                 moments = state["exp_avg"], state["exp_avg_sq"]
-                for tensors, one in zip(lists, (each.grad, each, *moments), strict=True):
-                    tensors.append(one)
+                for tensors, tensor in zip(
+                    lists, (parameter.grad, parameter, *moments), strict=True
+                ):
+                    tensors.append(tensor)
             multi_tensor_adam(
                 *(0, None, lists, group["lr"], *group["betas"], group["eps"], group["step"]),
                 *(1, 1, group["weight_decay"]),

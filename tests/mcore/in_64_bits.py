@@ -19,8 +19,8 @@ def start(rank: int, given: Any) -> None:
 
 def _in_64_bits(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def validate(args: Namespace, *others: Any, **options: Any) -> Any:
-        result = original(args, *others, **options)
+    def validate(args: Namespace, *arguments: Any, **options: Any) -> Any:
+        result = original(args, *arguments, **options)
         args.params_dtype = torch.float64
         torch.set_default_dtype(torch.float64)  # norms have no other type to follow
         return result

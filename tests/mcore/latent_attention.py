@@ -24,7 +24,7 @@ def _of_any_size(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _attend(self: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any):
+def _attend(self: Any, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any):
     """Return causal attention of [s, b, n, h] tensors, as [s, b, n * the values' h]."""
     scores = torch.einsum("qbnh,kbnh->bnqk", query, key) / math.sqrt(query.shape[-1])
     queries, keys = scores.shape[-2:]  # the queries of a slice are the last of as many as keys

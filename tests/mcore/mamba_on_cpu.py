@@ -18,10 +18,10 @@ class RMSNorm(nn.Module):
     """Gate-less RMS norm over groups of channels, as mamba-ssm's without its gate."""
 
     def __init__(
-        self, size: int, eps: float, group_size: int, device: Any = None, **others: Any
+        self, size: int, eps: float, group_size: int, device: Any = None, **options: Any
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size, dtype=others["dtype"]))
+        self.weight = nn.Parameter(torch.ones(size, dtype=options["dtype"]))
         self.eps, self.group_size = eps, group_size
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def scan(
     headdim: int,
     ngroups: int,
     activation: str,
-    **others: Any,
+    **options: Any,
 ) -> Tensor:
     """Return what `mamba_split_conv1d_scan_combined` does: (batch, length, heads * headdim)."""
     assert activation == "silu"
@@ -67,8 +67,8 @@ def scan(
     state = x.new_zeros(*x.shape[:1], heads, headdim, b.shape[-1])
     outputs = []
     for t in range(length):
-        kept = torch.exp(dt[:, t] * decay)[..., None, None]
-        state = kept * state + (dt[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None]
+        retention = torch.exp(dt[:, t] * decay)[..., None, None]
+        state = retention * state + (dt[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None]
         outputs.append((state * c[:, t, :, None]).sum(-1) + D[:, None] * x[:, t])
     return torch.stack(outputs, 1).flatten(-2) * functional.silu(z)
 

@@ -16,10 +16,10 @@ def collect(model: Any) -> str:
     return f"{len(model)} chunks"
 
 
-def start(rank: int, given: list[str]) -> None:
+def start(rank: int, names: list[str]) -> None:
     """Pass the functions that `given` names."""
     functions = {"process_non_loss_data_func": process, "non_loss_data_func": collect}
-    chosen = {name: functions[name] for name in given}
+    chosen = {name: functions[name] for name in names}
     original: Any = megatron.training.pretrain
 
     @functools.wraps(original)

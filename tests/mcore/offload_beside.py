@@ -58,22 +58,24 @@ def wrong_beside_shared_experts(rank: int, leaves_alone: bool) -> list[str]:
         "moe_shared_expert_intermediate_size": 16,
     }
     chunks = Chunks(rank, ("<DMM>", ""), by_layers=False, **options)
-    waiting = Offload(torch.device("cpu"))
-    waiting.keep(each for stage in chunks.stages for each in stage.model.parameters())
-    chunks.stages[0].step.hooks.append(Waiting(chunks.state, waiting))
+    expert_offload = Offload(torch.device("cpu"))
+    expert_offload.keep(
+        parameter for stage in chunks.stages for parameter in stage.model.parameters()
+    )
+    chunks.stages[0].step.hooks.append(Waiting(chunks.state, expert_offload))
     careless = patch.object(offload, "_memory_of_other_streams", Segments)
     with (
         streams_without_a_gpu(at_once=False) as streams,
         patch.object(Moment, "of", moment_of),
         nullcontext() if leaves_alone else careless,
     ):
-        beside = torch.cuda.Stream()
+        expert_stream = torch.cuda.Stream()
         for module in chunks.stages[0].model.modules():
             if isinstance(module, SharedExpertMLP):
-                module.stream = beside
+                module.stream = expert_stream
         run(chunks, streams, LEARNED)
         run(chunks, streams, WAITED)
-        beside.wait_stream(torch.cuda.current_stream())  # as in the next F
-    if not waiting.bytes_by_stage[0]:
+        expert_stream.wait_stream(torch.cuda.current_stream())  # as in the next F
+    if not expert_offload.bytes_by_stage[0]:
         return ["nothing has waited"]
     return streams.wrong

@@ -30,22 +30,22 @@ def attend(self: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **o
     """Attend to each sequence of [t, heads, d]; without ends to all tokens [t, b, heads, d]."""
     packed = options.get("packed_seq_params")
     if packed is None:
-        query, key, value = (each[:, 0] for each in (query, key, value))
+        query, key, value = (tensor[:, 0] for tensor in (query, key, value))
     ends = [0, len(query)] if packed is None else packed.cu_seqlens_q.tolist()
     outputs = [
         scaled_dot_product_attention(
-            *(each[begin:end].transpose(0, 1) for each in (query, key, value)), is_causal=True
+            *(tensor[begin:end].transpose(0, 1) for tensor in (query, key, value)), is_causal=True
         ).transpose(0, 1)
         for begin, end in pairwise(ends)
     ]
-    made = torch.cat(outputs).flatten(1)
-    return made if packed is not None else made.unsqueeze(1)
+    output = torch.cat(outputs).flatten(1)
+    return output if packed is not None else output.unsqueeze(1)
 
 
 def batches(merges: bool) -> Iterator[dict[str, Any]]:
     """Yield the microbatches; with `merges` each has its tokens as one sequence."""
-    for at, lengths in enumerate(PACKS):
-        generator = torch.Generator().manual_seed(at)
+    for index, lengths in enumerate(PACKS):
+        generator = torch.Generator().manual_seed(index)
         tokens = torch.randint(0, other_trainer.VOCABULARY, (1, sum(lengths)), generator=generator)
         ends = [0, *accumulate([sum(lengths)] if merges else lengths)]
         yield {"tokens": tokens, "ends": torch.tensor(ends, dtype=torch.int32)}
@@ -65,7 +65,7 @@ def forward_step(without: int | None, data: Any, model: Any) -> tuple[Any, Any]:
     )
     if without == dist.get_rank():
         packed = None
-    positions = torch.cat([torch.arange(each) for each in ends.diff().tolist()]).unsqueeze(0)
+    positions = torch.cat([torch.arange(length) for length in ends.diff().tolist()]).unsqueeze(0)
     labels = tokens.roll(-1, 1) if mpu.is_pipeline_last_stage() else None
     output = model(tokens, positions, None, labels=labels, packed_seq_params=packed)
 
@@ -76,30 +76,30 @@ def forward_step(without: int | None, data: Any, model: Any) -> tuple[Any, Any]:
     return output, loss_of
 
 
-def train(given: dict[str, Any]) -> dict[str, Any]:
+def train(options: dict[str, Any]) -> dict[str, Any]:
     """Return the losses of a step, and the gradients of this rank."""
-    tensor = given["tensor"]
+    tensor = options["tensor"]
     ranks = dist.get_world_size() // tensor
     mpu.initialize_model_parallel(tensor, ranks)
-    config = other_trainer.make_config("verl", ranks, given)
+    config = other_trainer.make_config("verl", ranks, options)
     model_parallel_cuda_manual_seed(1)
-    model = other_trainer.make_model("verl", config, given)
+    model = other_trainer.make_model("verl", config, options)
     config.finalize_model_grads_func = finalize_model_grads
     DotProductAttention.forward = attend
     for chunk in model:
         chunk.zero_grad_buffer()
     returned = get_forward_backward_func()(
-        forward_step_func=partial(forward_step, given.get("without")),
-        data_iterator=[batches(given.get("merges", False)) for _ in model],
+        forward_step_func=partial(forward_step, options.get("without")),
+        data_iterator=[batches(options.get("merges", False)) for _ in model],
         model=model,
         num_microbatches=len(PACKS),
         seq_length=1,
         micro_batch_size=1,
     )
-    named = [pair for chunk in model for pair in other_trainer.names_of(chunk.module)]
+    named_parameters = [pair for chunk in model for pair in other_trainer.names_of(chunk.module)]
     return {
         "losses": other_trainer.by_rank(returned, []) or [],
-        "gradients": {name: each.main_grad.clone() for name, each in named},
+        "gradients": {name: parameter.main_grad.clone() for name, parameter in named_parameters},
         "tensor_rank": mpu.get_tensor_model_parallel_rank(),
     }
 

@@ -37,9 +37,9 @@ from torch.nn import functional
 import megatron_vshape
 
 
-def provide(args: Any, pre_process: bool, post_process: bool, **others: Any) -> GPTModel:
+def provide(args: Any, pre_process: bool, post_process: bool, **options: Any) -> GPTModel:
     """Return a chunk."""
-    made = GPTModel(
+    model = GPTModel(
         core_transformer_config_from_args(args),
         get_gpt_layer_local_spec(),
         args.padded_vocab_size,
@@ -48,10 +48,10 @@ def provide(args: Any, pre_process: bool, post_process: bool, **others: Any) -> 
         post_process=post_process,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type="rope",
-        vp_stage=others.get("vp_stage"),
+        vp_stage=options.get("vp_stage"),
     )
-    fill(made)
-    return made
+    fill(model)
+    return model
 
 
 def forward(data: Any, model: Any) -> tuple[Any, Any]:
@@ -90,10 +90,10 @@ def train(args: Any) -> dict[str, Any]:
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        at = step + 10 * mpu.get_data_parallel_rank()
+        number = step + 10 * mpu.get_data_parallel_rank()
         reports = get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=[batches(at, count, [24, 7, 16]) for _ in model],
+            data_iterator=[batches(number, count, [24, 7, 16]) for _ in model],
             model=model,
             num_microbatches=count,
             seq_length=args.seq_length,
@@ -103,9 +103,9 @@ def train(args: Any) -> dict[str, Any]:
         )
         norms.append(float(optimizer.step()[1]))
         if mpu.is_pipeline_last_stage(ignore_virtual=True):
-            losses.append([each["loss"].item() for each in reports])
-    named = [pair for chunk in model for pair in names_of(chunk.module)]
-    parameters = {name: each.detach().clone() for name, each in named}
+            losses.append([loss_dict["loss"].item() for loss_dict in reports])
+    named_parameters = [pair for chunk in model for pair in names_of(chunk.module)]
+    parameters = {name: each.detach().clone() for name, each in named_parameters}
     return {"losses": losses, "norms": norms, "parameters": parameters, "chunks": len(model)}
 
 

@@ -38,9 +38,9 @@ def _tell_orders() -> None:
 
     @functools.wraps(original)
     def decided(places: MicrobatchReorderer, plan: Any, iterators: Any, count: int) -> Any:
-        read, found = original(places, plan, iterators, count)
-        print(f"order {found[1]} of {count}", flush=True)
-        return read, found
+        read, decision = original(places, plan, iterators, count)
+        print(f"order {decision[1]} of {count}", flush=True)
+        return read, decision
 
     MicrobatchReorderer._decided = decided  # type: ignore[method-assign]
 

@@ -145,13 +145,13 @@ class Records:
                 return grow(host, count)
 
         class Counted(forward_backward.ProgramRun):
-            def __init__(self, *, program: Any, device: int, **given: Any) -> None:
+            def __init__(self, *, program: Any, device: int, **options: Any) -> None:
                 self._live = LiveBytes()
                 self._after = LiveAfterPasses(self._live)
                 self._most_posted = program.peak_posted(device)
                 counts = len(records.kept["losses"]) == 1
-                given["observer"] = self._after if counts else None
-                super().__init__(program=program, device=device, **given)
+                options["observer"] = self._after if counts else None
+                super().__init__(program=program, device=device, **options)
 
             def finish(self) -> None:
                 if len(records.kept["losses"]) != 1:
@@ -172,8 +172,8 @@ class Records:
         module.__spec__ = ModuleSpec("wandb", None)  # others ask whether it is installed
 
         def log(values: dict[str, Any], step: int | None = None) -> None:
-            kept = {key: float(value) for key, value in values.items() if value is not None}
-            self.kept["wandb"].append((step, kept))
+            logged = {key: float(value) for key, value in values.items() if value is not None}
+            self.kept["wandb"].append((step, logged))
 
         for name in ("init", "finish"):
             setattr(module, name, lambda *args, **options: None)
@@ -189,8 +189,8 @@ class Records:
         def evaluate(*args: Any, **options: Any) -> Any:
             result = original(*args, **options)
             losses = result[0] or {}
-            kept = {key: [float(each) for each in losses[key].view(-1)] for key in losses}
-            self.kept["evaluations"].append(kept)
+            losses_by_name = {key: [float(loss) for loss in losses[key].view(-1)] for key in losses}
+            self.kept["evaluations"].append(losses_by_name)
             return result
 
         return evaluate
@@ -254,15 +254,15 @@ def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter
 def _adams_state(optimizer: Any, parameter: nn.Parameter) -> dict[str, Tensor]:
     """Return the moments of a parameter, and its copy in fp32 where it has one."""
     main = getattr(parameter, "main_param", None)
-    kept = {} if main is None else {"main": main.detach().clone()}
+    state = {} if main is None else {"main": main.detach().clone()}
     optimizers = [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
-    for each in optimizers:
-        if hasattr(each, "model_param_group_index_map"):
-            kept.update(_sharded_state(each, parameter))
+    for part in optimizers:
+        if hasattr(part, "model_param_group_index_map"):
+            state.update(_sharded_state(part, parameter))
             continue
-        for key, value in each.optimizer.state.get(parameter if main is None else main, {}).items():
-            kept[key] = torch.as_tensor(value).detach().clone()
-    return kept
+        for key, value in part.optimizer.state.get(parameter if main is None else main, {}).items():
+            state[key] = torch.as_tensor(value).detach().clone()
+    return state
 
 
 def _sharded_state(optimizer: Any, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -271,12 +271,12 @@ def _sharded_state(optimizer: Any, parameter: nn.Parameter) -> dict[str, Tensor]
         return {}
     group, place = optimizer.model_param_group_index_map[parameter]
     main = optimizer.optimizer.param_groups[group]["params"][place]
-    own = optimizer._get_model_param_range_map(parameter)["param"]
-    kept = {}
+    local_range = optimizer._get_model_param_range_map(parameter)["param"]
+    state = {}
     for key, value in ("main", main), *optimizer.optimizer.state.get(main, {}).items():
-        kept[key] = torch.full((parameter.numel(),), torch.nan)
-        kept[key][own.start : own.end] = value.detach().float().flatten()
-    return kept
+        state[key] = torch.full((parameter.numel(),), torch.nan)
+        state[key][local_range.start : local_range.end] = value.detach().float().flatten()
+    return state
 
 
 def _with_named_weights(original: Callable[..., Any]) -> Callable[..., Any]:

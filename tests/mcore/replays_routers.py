@@ -31,8 +31,10 @@ LENGTHS = [24, 5, 24, 7, 16, 3, 9]
 def routers_of(model: Any) -> list[Any]:
     """Return the routers of a chunk with the numbers of their layers."""
     inner = other_trainer.unwrapped(model)
-    found = [(layer.layer_number, layer.mlp.router.router_replay) for layer in inner.decoder.layers]
-    return [pair for pair in found if pair[1] is not None]
+    replays = [
+        (layer.layer_number, layer.mlp.router.router_replay) for layer in inner.decoder.layers
+    ]
+    return [pair for pair in replays if pair[1] is not None]
 
 
 class Library:
@@ -46,13 +48,13 @@ class Library:
         """Run a microbatch of a chunk."""
         batch, routers = next(data), routers_of(model)
         tokens = batch["tokens"]
-        if any(each.router_replay_action is not None for _, each in routers):
+        if any(replay.router_replay_action is not None for _, replay in routers):
             replays = [
-                each.router_replay_action != RouterReplayAction.RECORD for _, each in routers
+                replay.router_replay_action != RouterReplayAction.RECORD for _, replay in routers
             ]
-            for number, each in routers if all(replays) else ():
-                each.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-                each.set_target_indices(batch["choices"][0, :, number - 1])
+            for number, replay in routers if all(replays) else ():
+                replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+                replay.set_target_indices(batch["choices"][0, :, number - 1])
         positions = torch.arange(tokens.shape[1]).unsqueeze(0)
         mask = torch.triu(torch.ones(1, 1, tokens.shape[1], tokens.shape[1]), diagonal=1).bool()
         output = model(tokens, positions, mask)
@@ -60,30 +62,32 @@ class Library:
         if inner.post_process and mpu.is_pipeline_last_stage():
             labels = tokens.roll(-1, 1)
             output = {"losses": vocab_parallel_cross_entropy(output.clone(), labels)}
-        for _, each in routers:
-            if each.router_replay_action == RouterReplayAction.REPLAY_FORWARD:
-                each.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+        for _, replay in routers:
+            if replay.router_replay_action == RouterReplayAction.REPLAY_FORWARD:
+                replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
         if routers and routers[0][1].router_replay_action == RouterReplayAction.RECORD:
-            made = torch.stack([each.get_recorded_indices() for _, each in routers], dim=1)
-            self.records.append(padded(made.unsqueeze(0)))
+            indices = torch.stack([replay.get_recorded_indices() for _, replay in routers], dim=1)
+            self.records.append(padded(indices.unsqueeze(0)))
 
-        def loss_of(made: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-            loss = made["losses"].float().mean()
+        def loss_of(outputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            loss = outputs["losses"].float().mean()
             return loss, {"loss": loss.detach()}
 
         return output, loss_of
 
 
-def padded(made: Tensor) -> Tensor:
+def padded(indices: Tensor) -> Tensor:
     """Pad [1, s, layers, topk] to the longest sequence."""
-    return torch.nn.functional.pad(made, (0, 0, 0, 0, 0, other_trainer.LONGEST - made.shape[1]))
+    return torch.nn.functional.pad(
+        indices, (0, 0, 0, 0, 0, other_trainer.LONGEST - indices.shape[1])
+    )
 
 
 def call(library: Library, model: list[Any], batches: list[Any], forward_only: bool) -> list[float]:
     """Run a step; return the losses where verl reads them."""
     returned = get_forward_backward_func()(
         forward_step_func=library.forward_step,
-        data_iterator=[iter([{**each} for each in batches]) for _ in model],
+        data_iterator=[iter([{**batch} for batch in batches]) for _ in model],
         model=model,
         num_microbatches=len(batches),
         seq_length=1,
@@ -93,13 +97,13 @@ def call(library: Library, model: list[Any], batches: list[Any], forward_only: b
     return other_trainer.by_rank(returned, []) or []
 
 
-def train(given: dict[str, Any]) -> dict[str, Any]:
+def train(options: dict[str, Any]) -> dict[str, Any]:
     """Record, replay, and return choices, losses, and gradients."""
     ranks, library = dist.get_world_size(), Library()
     mpu.initialize_model_parallel(1, ranks)
-    config = other_trainer.make_config("verl", ranks, given)
+    config = other_trainer.make_config("verl", ranks, options)
     model_parallel_cuda_manual_seed(1)
-    model = other_trainer.make_model("verl", config, given)
+    model = other_trainer.make_model("verl", config, options)
     config.finalize_model_grads_func = finalize_model_grads
     batches = list(other_trainer.batches(0, COUNT, LENGTHS))
     RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
@@ -111,20 +115,20 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
     choices = pp_gather(local, config)
     RouterReplay.clear_global_indices()
     RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-    for at, each in enumerate(batches):
-        moved = (choices[at : at + 1, : each["tokens"].shape[1]] + 1) % EXPERTS
-        each["choices"] = moved
+    for index, batch in enumerate(batches):
+        moved = (choices[index : index + 1, : batch["tokens"].shape[1]] + 1) % EXPERTS
+        batch["choices"] = moved
     for chunk in model:
         chunk.zero_grad_buffer()
     losses = call(library, model, batches, forward_only=False)
-    named = [pair for chunk in model for pair in other_trainer.names_of(chunk.module)]
+    named_parameters = [pair for chunk in model for pair in other_trainer.names_of(chunk.module)]
     return {
         "choices": choices,
         "recorded": recorded,
         "losses": losses,
-        "gradients": {name: each.main_grad.clone() for name, each in named},
+        "gradients": {name: parameter.main_grad.clone() for name, parameter in named_parameters},
         "left": [
-            len(each.replay_backward_list) for chunk in model for _, each in routers_of(chunk)
+            len(replay.replay_backward_list) for chunk in model for _, replay in routers_of(chunk)
         ],
         "chunks": len(model),
         "order": reordered(),
@@ -133,17 +137,17 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
 
 def reordered() -> bool:
     """Tell whether the last step ran its microbatches in another order."""
-    runners = [each for each in gc.get_objects() if isinstance(each, PipelineRunner)]
-    return any(each.calls.order is not None for each in runners)
+    runners = [candidate for candidate in gc.get_objects() if isinstance(candidate, PipelineRunner)]
+    return any(runner.calls.order is not None for runner in runners)
 
 
-def start(rank: int, given: dict[str, Any]) -> None:
+def start(rank: int, options: dict[str, Any]) -> None:
     """Train in a rank of the farm, and end it."""
     megatron_vshape.unregister()
     dist.init_process_group("gloo")
-    if given["schedule"] is not None:
-        megatron_vshape.register(schedule=given["schedule"], **given["options"])
-    torch.save(train(given), f"{given['directory']}/{rank}.pt")
+    if options["schedule"] is not None:
+        megatron_vshape.register(schedule=options["schedule"], **options["options"])
+    torch.save(train(options), f"{options['directory']}/{rank}.pt")
     dist.barrier()
     megatron_vshape.unregister()
     os._exit(0)

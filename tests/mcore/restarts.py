@@ -51,33 +51,35 @@ def fail_once(name: str, step: int) -> None:
 def left_over() -> list[str]:
     """Return what there is still of a run that is over, but for what the recorder holds of it."""
     gc.unfreeze()  # what was there before the rank was forked, as the session
-    for each in gc.get_objects():
-        if isinstance(each, recorder.Records):
-            each._model, each._optimizer = [], None
+    for candidate in gc.get_objects():
+        if isinstance(candidate, recorder.Records):
+            candidate._model, candidate._optimizer = [], None
     gc.collect()
-    found = [
-        type(each).__name__
-        for each in gc.get_objects()
-        if isinstance(each, PipelineRunner | Transport | training.DDP)
+    leftovers = [
+        type(candidate).__name__
+        for candidate in gc.get_objects()
+        if isinstance(candidate, PipelineRunner | Transport | training.DDP)
     ]
-    found += [each.name for each in threading.enumerate() if each.name.startswith("sends to")]
-    (session,) = [each for each in gc.get_objects() if isinstance(each, Session)]
+    leftovers += [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("sends to")
+    ]
+    (session,) = [candidate for candidate in gc.get_objects() if isinstance(candidate, Session)]
     state = session.step
-    found += ["jobs"] * len(state.jobs._buckets)
+    leftovers += ["jobs"] * len(state.jobs._buckets)
     parts = (session.runner, session.optimizer, session.iteration_log)
     parts += (state.running_chunk, state.tracker, state.late_checks, state.gradient_sync)
-    found += [type(each).__name__ for each in parts if each is not None]
-    return found
+    leftovers += [type(part).__name__ for part in parts if part is not None]
+    return leftovers
 
 
-def start(rank: int, given: dict[str, Any]) -> None:
+def start(rank: int, settings: dict[str, Any]) -> None:
     """Wrap `pretrain`."""
-    fail_once(given["fails"], given["step"])
+    fail_once(settings["fails"], settings["step"])
     pretrain = megatron.training.pretrain
     parses_inside = not hasattr(arguments, "parse_and_validate_args")  # 0.17
 
     def twice(*args: Any, **options: Any) -> None:
-        before = None if parses_inside else copy.deepcopy(global_vars.get_args())
+        saved_args = None if parses_inside else copy.deepcopy(global_vars.get_args())
         try:
             pretrain(*args, **options)
         except Exception as error:
@@ -90,13 +92,13 @@ def start(rank: int, given: dict[str, Any]) -> None:
         training.destroy_global_state()
         rerun_state_machine.destroy_rerun_state_machine()
         deadline = time.monotonic() + PATIENCE_S
-        while left := left_over():
+        while leftovers := left_over():
             if time.monotonic() > deadline:
-                raise RuntimeError(f"of the first try there is still {left}")
+                raise RuntimeError(f"of the first try there is still {leftovers}")
             time.sleep(0.1)
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-        if before is not None:
-            global_vars.set_global_variables(before)  # Megatron's wrapper leaves that out
+        if saved_args is not None:
+            global_vars.set_global_variables(saved_args)  # Megatron's wrapper leaves that out
         print("the second try begins")
         pretrain(*args, **options)
 

@@ -15,9 +15,9 @@ def sorted_by_chunk(records: list[Tensor], count: int, chunks: int) -> Tensor:
     """Sort [1, s, layers, topk] of every forward call; return those of all microbatches."""
     by_chunk: list[list[Tensor]] = [[] for _ in range(chunks)]
     group = mpu.get_pipeline_model_parallel_world_size()
-    for at, (_, chunk) in enumerate(get_schedule_table(count, chunks, group)):
-        by_chunk[chunk].append(records[at])
-    return torch.cat([torch.cat(each) for each in by_chunk], dim=2)
+    for index, (_, chunk) in enumerate(get_schedule_table(count, chunks, group)):
+        by_chunk[chunk].append(records[index])
+    return torch.cat([torch.cat(chunk_records) for chunk_records in by_chunk], dim=2)
 
 
 def pp_gather(local_layers_router_map: Tensor, tf_config: Any) -> Tensor:
@@ -26,5 +26,7 @@ def pp_gather(local_layers_router_map: Tensor, tf_config: Any) -> Tensor:
     everyones: list[Any] = [None] * group.size()
     dist.all_gather_object(everyones, local_layers_router_map, group=group)
     chunks = tf_config.virtual_pipeline_model_parallel_size or 1
-    pieces = [each.chunk(chunks, dim=2) for each in everyones]
-    return torch.cat([pieces[rank][at] for at in range(chunks) for rank in range(len(pieces))], 2)
+    pieces = [rank_map.chunk(chunks, dim=2) for rank_map in everyones]
+    return torch.cat(
+        [pieces[rank][chunk] for chunk in range(chunks) for rank in range(len(pieces))], 2
+    )

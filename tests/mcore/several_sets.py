@@ -18,13 +18,13 @@ class ValidationSet(Subset[Any]):
     split = Split.valid
 
 
-def start(rank: int, given: dict[str, bool]) -> None:
+def start(rank: int, settings: dict[str, bool]) -> None:
     """Replace the validation set; with `everywhere`, every chunk builds the datasets."""
     original: Any = BlendedMegatronDatasetBuilder.build
 
     @functools.wraps(original)
     def build(builder: Any) -> list[Any]:
-        if given["everywhere"]:
+        if settings["everywhere"]:
             builder.is_built_on_rank = lambda: True
         builder.sizes = [builder.sizes[0], 2 * SIZE, 0]
         train, valid, _ = original(builder)

@@ -60,17 +60,19 @@ def _with_gathered_keys(original: Callable[..., Tensor]) -> Callable[..., Tensor
     """Return causal attention of this rank's queries, [s, b, n, h], to the keys of all ranks."""
 
     @functools.wraps(original)
-    def forward(self: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any):
+    def forward(
+        self: Any, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any
+    ):
         group = parallel_state.get_context_parallel_group()
         if group.size() == 1:
-            return original(self, query, key, value, *rest, **options)
+            return original(self, query, key, value, *arguments, **options)
         key, value = (
-            gather_from_sequence_parallel_region(each, group=group) for each in (key, value)
+            gather_from_sequence_parallel_region(tensor, group=group) for tensor in (key, value)
         )
-        own = _positions(group.rank(), group.size(), len(query))
+        local_positions = _positions(group.rank(), group.size(), len(query))
         all_of = torch.cat([_positions(r, group.size(), len(query)) for r in range(group.size())])
         scores = torch.einsum("qbnh,kbnh->bnqk", query, key) / math.sqrt(query.shape[-1])
-        scores = scores.masked_fill(own[:, None] < all_of, -math.inf)
+        scores = scores.masked_fill(local_positions[:, None] < all_of, -math.inf)
         return torch.einsum("bnqk,kbnh->qbnh", scores.softmax(-1), value).flatten(2)
 
     return forward

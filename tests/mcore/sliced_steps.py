@@ -65,39 +65,39 @@ MICROBATCHES = 3
 class Forced(int):
     """One slice that counts as several, so that it goes their way."""
 
-    def __gt__(self, other: int) -> bool:
-        return other == 1 or int(self) > other
+    def __gt__(self, number: int) -> bool:
+        return number == 1 or int(self) > number
 
 
-def stale(kept: Any, part: TokenRange, own: Any) -> Any:
+def stale(storage: Any, part: TokenRange, local_tensors: Any) -> Any:
     """Leave keys and values of all but the last slice as they were: not written."""
     if part.end == part.total:
-        return PUT(kept, part, own)
-    for whole in kept.whole:
-        whole.data[part.begin : part.end] = 0
-    return tuple(whole.data[: part.end] for whole in kept.whole)
+        return PUT(storage, part, local_tensors)
+    for tensor in storage.whole:
+        tensor.data[part.begin : part.end] = 0
+    return tuple(tensor.data[: part.end] for tensor in storage.whole)
 
 
-def lost(kept: Any, part: TokenRange, gradients: Any) -> Any:
+def lost(storage: Any, part: TokenRange, gradients: Any) -> Any:
     """Let go of what a slice owes to earlier ones."""
-    kept.gradients = []
-    return ADD(kept, part, gradients)
+    storage.gradients = []
+    return ADD(storage, part, gradients)
 
 
-def early(kept: Any, part: TokenRange, gradients: Any) -> Any:
+def early(storage: Any, part: TokenRange, gradients: Any) -> Any:
     """Free what the earlier slices need with the B of the last."""
-    made = ADD(kept, part, gradients)
-    for whole in kept.whole:
-        whole.data.fill_(7.0)
-    return made
+    result = ADD(storage, part, gradients)
+    for tensor in storage.whole:
+        tensor.data.fill_(7.0)
+    return result
 
 
 def out_of_turn(slices: Slices, number: int) -> TokenRange:
     """Run the slices of a microbatch from the last to the first."""
     part = PART(slices, number)
-    own = part.end - part.begin
+    length = part.end - part.begin
     return TokenRange(
-        part.microbatch, part.total - part.end, part.total - part.end + own, part.total
+        part.microbatch, part.total - part.end, part.total - part.end + length, part.total
     )
 
 
@@ -124,10 +124,10 @@ MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 
 def batches(case: dict[str, Any]) -> Iterator[tuple[Tensor, ...]]:
     """Yield tokens, labels, and which of them count: of a ragged mask more in some microbatches."""
-    for at in range(MICROBATCHES):
-        generator = torch.Generator().manual_seed(at)
+    for index in range(MICROBATCHES):
+        generator = torch.Generator().manual_seed(index)
         tokens = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=generator)
-        share = 0.3 + 0.3 * at if case.get("ragged") else 1.0
+        share = 0.3 + 0.3 * index if case.get("ragged") else 1.0
         mask = torch.rand(2, LENGTH, generator=generator) < share
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask.double()
 
@@ -136,9 +136,11 @@ def forward_step(case: dict[str, Any], data: Any, model: nn.Module) -> Any:
     """Run a microbatch."""
     tokens, labels, mask = next(data)
     positions = torch.arange(LENGTH)[None].expand_as(tokens).contiguous()
-    seen = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1) if case.get("mask") else None
+    attention_mask = (
+        torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1) if case.get("mask") else None
+    )
     counted = {"loss_mask": mask} if case.get("ragged") else {}
-    output = model(tokens, positions, seen, labels=labels, **counted)
+    output = model(tokens, positions, attention_mask, labels=labels, **counted)
 
     def loss_of(losses: Tensor) -> Any:
         total, count = (losses * mask).sum(), mask.sum()
@@ -153,7 +155,7 @@ def forward_step(case: dict[str, Any], data: Any, model: nn.Module) -> Any:
 def build(case: dict[str, Any], config: Any) -> list[nn.Module]:
     chunks = config.virtual_pipeline_model_parallel_size or 1
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=False)
-    made = []
+    wrapped_chunks = []
     for chunk in range(chunks):
         where = chunk if chunks > 1 else None
         ends = {
@@ -161,9 +163,9 @@ def build(case: dict[str, Any], config: Any) -> list[nn.Module]:
             "post_process": mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=where),
             "vp_stage": where,
         }
-        layer, further = get_gpt_layer_local_spec(num_experts=config.num_moe_experts), None
+        layer, mtp_spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts), None
         if config.mtp_num_layers:
-            further = get_gpt_mtp_block_spec(config, layer, False, where)
+            mtp_spec = get_gpt_mtp_block_spec(config, layer, False, where)
         model = GPTModel(
             config,
             layer,
@@ -171,21 +173,23 @@ def build(case: dict[str, Any], config: Any) -> list[nn.Module]:
             LENGTH,
             position_embedding_type=case.get("position", "rope"),
             share_embeddings_and_output_weights=False,
-            mtp_block_spec=further,
+            mtp_block_spec=mtp_spec,
             **ends,
         ).double()
         fill(model)
-        made.append(DistributedDataParallel(config, ddp, model, disable_bucketing=bool(chunk)))
-    return made
+        wrapped_chunks.append(
+            DistributedDataParallel(config, ddp, model, disable_bucketing=bool(chunk))
+        )
+    return wrapped_chunks
 
 
-def step(case: dict[str, Any], ranks: int, ours: bool) -> dict[str, Any]:
+def step(case: dict[str, Any], ranks: int, is_package: bool) -> dict[str, Any]:
     """Return the losses and the gradients of a step, and what slices have left."""
     slices = Forced(1) if case["slices"] == 1 else case["slices"]
-    if ours and "mutant" in case:
+    if is_package and "mutant" in case:
         owner, name, stand_in = MUTANTS[case["mutant"]]
         setattr(owner, name, stand_in)
-    if ours:
+    if is_package:
         megatron_vshape.register(schedule=case["schedule"], slices=slices)
     tensor = case.get("tensor", 1)
     if tensor > 1:  # torch's norm refuses a sharded sequence; nobody else needs to know of it
@@ -231,13 +235,13 @@ def step(case: dict[str, Any], ranks: int, ours: bool) -> dict[str, Any]:
         micro_batch_size=2,
         forward_only=False,
     )
-    names = (each for chunk in model for each in names_of(unwrapped(chunk)))
+    names = (pair for chunk in model for pair in names_of(unwrapped(chunk)))
     rank = mpu.get_tensor_model_parallel_rank()
     return {
-        "gradients": {(name, rank): each.main_grad.clone() for name, each in names},
-        "losses": [each["loss"].item() for each in reports],
+        "gradients": {(name, rank): parameter.main_grad.clone() for name, parameter in names},
+        "losses": [report["loss"].item() for report in reports],
         "balance": balance(),
-        "kept": left(model) if ours else 0,
+        "kept": left(model) if is_package else 0,
     }
 
 
@@ -246,32 +250,36 @@ def balance() -> dict[str, Tensor]:
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ModuleNotFoundError:  # before 0.18
-        kept = moe_utils.get_moe_layer_wise_logging_tracker()
-        values = {name: each["values"] for name, each in kept.items()}
+        metrics = moe_utils.get_moe_layer_wise_logging_tracker()
+        values = {name: metric["values"] for name, metric in metrics.items()}
     else:
-        values = {name: each.values for name, each in get_moe_metrics_tracker()._metrics.items()}
+        values = {
+            name: metric.values for name, metric in get_moe_metrics_tracker()._metrics.items()
+        }
     return values | multi_token.take_metrics()
 
 
 def left(model: list[nn.Module]) -> int:
     """Return how many buffers of keys and values the layers have left."""
-    cores = [each for chunk in model for each in chunk.modules() if hasattr(each, "core_attention")]
-    cells = [cell for each in cores for cell in each.core_attention.forward.__closure__]
-    kept = [each.cell_contents for each in cells if isinstance(each.cell_contents, dict)]
-    routers = [each for chunk in model for each in chunk.modules() if hasattr(each, "routing")]
-    for each in routers:
-        own = (cell.cell_contents for cell in each._apply_aux_loss.__closure__ or ())
-        kept += [cell.kept for cell in own if isinstance(cell, sliced_router._Router)]
-    return sum(map(len, kept))
+    cores = [
+        layer for chunk in model for layer in chunk.modules() if hasattr(layer, "core_attention")
+    ]
+    cells = [cell for layer in cores for cell in layer.core_attention.forward.__closure__]
+    dicts = [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, dict)]
+    routers = [layer for chunk in model for layer in chunk.modules() if hasattr(layer, "routing")]
+    for router in routers:
+        cells_of_loss = (cell.cell_contents for cell in router._apply_aux_loss.__closure__ or ())
+        dicts += [cell.kept for cell in cells_of_loss if isinstance(cell, sliced_router._Router)]
+    return sum(map(len, dicts))
 
 
-def run(case: dict[str, Any], ranks: int, ours: bool) -> list[dict[str, Any]]:
+def run(case: dict[str, Any], ranks: int, is_package: bool) -> list[dict[str, Any]]:
     """Return what forked ranks found."""
     folder, port, children = mkdtemp(), _free_port(), []
     for rank in range(ranks):
         child = os.fork()
         if not child:
-            _become(rank, ranks, port, f"{folder}/{rank}", lambda: step(case, ranks, ours))
+            _become(rank, ranks, port, f"{folder}/{rank}", lambda: step(case, ranks, is_package))
         children.append(child)
     for child in children:
         os.waitpid(child, 0)
@@ -282,10 +290,10 @@ def _become(rank: int, ranks: int, port: int, path: str, work: Callable[[], Any]
     try:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         dist.init_process_group("gloo", rank=rank, world_size=ranks)
-        found = work()
+        result = work()
     except BaseException:
-        found = {"error": traceback.format_exc()[-2000:]}
-    torch.save(found, path)
+        result = {"error": traceback.format_exc()[-2000:]}
+    torch.save(result, path)
     os._exit(0)
 
 
@@ -297,37 +305,44 @@ def _free_port() -> int:
                 return port
 
 
-def apart(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, Any]:
+def apart(
+    package_ranks: list[dict[str, Any]], megatron_ranks: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Return by how much gradients and losses differ, as shares of the largest; or an error."""
-    errors = [each["error"] for each in (*ours, *theirs) if "error" in each]
+    errors = [result["error"] for result in (*package_ranks, *megatron_ranks) if "error" in result]
     if errors:
         return {"error": errors[0]}
     mine: dict[Any, Tensor] = {}
     yours: dict[Any, Tensor] = {}
-    for found, runs in ((mine, ours), (yours, theirs)):
-        for each in runs:
-            found.update(each["gradients"])
+    for gradients, runs in ((mine, package_ranks), (yours, megatron_ranks)):
+        for result in runs:
+            gradients.update(result["gradients"])
     assert mine.keys() == yours.keys()
-    most = max(float(each.abs().max()) for each in yours.values())
+    largest = max(float(gradient.abs().max()) for gradient in yours.values())
     pairs = [(float((mine[key] - yours[key]).abs().max()), key) for key in yours]
-    losses = [next(each["losses"] for each in run if each["losses"]) for run in (ours, theirs)]
+    losses = [
+        next(result["losses"] for result in run if result["losses"])
+        for run in (package_ranks, megatron_ranks)
+    ]
     return {
-        "gradients": max(pairs)[0] / most,
+        "gradients": max(pairs)[0] / largest,
         "losses": max(abs(a - b) / abs(b) for a, b in zip(*losses, strict=True)),
-        "balance": balance_apart(ours, theirs),
-        "kept": sum(each["kept"] for each in ours),
+        "balance": balance_apart(package_ranks, megatron_ranks),
+        "kept": sum(result["kept"] for result in package_ranks),
     }
 
 
-def balance_apart(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float:
+def balance_apart(
+    package_ranks: list[dict[str, Any]], megatron_ranks: list[dict[str, Any]]
+) -> float:
     """Return by how much further losses differ that are told, as a share of each."""
-    told: list[dict[str, Tensor]] = [{}, {}]
-    for own, run in zip(told, (ours, theirs), strict=True):
-        for each in run:
-            for name, values in each["balance"].items():
-                own[name] = own.get(name, 0) + values
-    assert told[0].keys() == told[1].keys()
-    pairs = [(told[0][name], told[1][name]) for name in told[0]]
+    totals: list[dict[str, Tensor]] = [{}, {}]
+    for total, run in zip(totals, (package_ranks, megatron_ranks), strict=True):
+        for result in run:
+            for name, values in result["balance"].items():
+                total[name] = total.get(name, 0) + values
+    assert totals[0].keys() == totals[1].keys()
+    pairs = [(totals[0][name], totals[1][name]) for name in totals[0]]
     shares = (((mine - yours).abs() / yours.abs().clamp(min=1e-3)).max() for mine, yours in pairs)
     return max(map(float, shares), default=0.0)
 
@@ -335,16 +350,16 @@ def balance_apart(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> f
 def main(cases: dict[str, dict[str, Any]]) -> None:
     for name in LATE_IMPORTS:
         importlib.import_module(name)
-    known: dict[str, list[dict[str, Any]]] = {}
-    own = ("schedule", "slices", "mutant")
+    baselines: dict[str, list[dict[str, Any]]] = {}
+    package_keys = ("schedule", "slices", "mutant")
     for name, case in cases.items():
-        model = {key: value for key, value in case.items() if key not in own}
+        model = {key: value for key, value in case.items() if key not in package_keys}
         tensor, ranks = case.get("tensor", 1), case.get("ranks", 2)
-        ours = run(case, ranks * tensor, True)
-        told: dict[str, Any] = {"case": name}
+        package_ranks = run(case, ranks * tensor, True)
+        figures: dict[str, Any] = {"case": name}
         for against, count in (("whole", tensor), ("1f1b", ranks * tensor)):
             key = f"{json.dumps(model)} {count}"
-            if key not in known:
-                known[key] = run({"slices": 1, **model}, count, False)
-            told[against] = apart(ours, known[key])
-        print(json.dumps(told), flush=True)
+            if key not in baselines:
+                baselines[key] = run({"slices": 1, **model}, count, False)
+            figures[against] = apart(package_ranks, baselines[key])
+        print(json.dumps(figures), flush=True)

@@ -13,10 +13,10 @@ def start(rank: int, given: object) -> None:
     leave = os._exit
 
     def ended(code: int) -> None:
-        left = multiprocessing.active_children()
+        children = multiprocessing.active_children()
         sending = _threads_that_send(within_s=5)
-        print(f"rank {rank} leaves {left} and {sending}", flush=True)
-        leave(code or len(left) + len(sending))
+        print(f"rank {rank} leaves {children} and {sending}", flush=True)
+        leave(code or len(children) + len(sending))
 
     os._exit = ended  # type: ignore[assignment]
 
@@ -25,8 +25,10 @@ def _threads_that_send(within_s: float) -> list[threading.Thread]:
     """Return the transport's threads that have not ended in time."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
-        left = [each for each in threading.enumerate() if each.name.startswith("sends to device")]
-        if not left:
+        threads = [
+            thread for thread in threading.enumerate() if thread.name.startswith("sends to device")
+        ]
+        if not threads:
             break
         time.sleep(0.01)
-    return left
+    return threads

@@ -20,11 +20,13 @@ def start(rank: int, given: Any) -> None:
     names = ("moe_paged_stash", "moe_expert_rank_capacity_factor")
 
     def validated(config: Any) -> None:
-        asked = [getattr(config, name) for name in names]  # of a dispatcher that needs a GPU
+        original_values = [
+            getattr(config, name) for name in names
+        ]  # of a dispatcher that needs a GPU
         for name, value in zip(names, (False, None), strict=True):
             setattr(config, name, value)
         validate(config)
-        for name, value in zip(names, asked, strict=True):
+        for name, value in zip(names, original_values, strict=True):
             setattr(config, name, value)
 
     def stashing(experts: Any, tokens: Any, *args: Any) -> Any:

@@ -23,11 +23,11 @@ def start(rank: int, given: str) -> None:
     With `growing` the streams are as many as layers have run.
     """
     _changed(TransformerBlock, "set_input_tensor", _added_up)
-    _changed(TransformerBlock, "forward", lambda own: _widened(own, given == "growing"))
+    _changed(TransformerBlock, "forward", lambda original: _widened(original, given == "growing"))
     for holder in (arguments, argument_utils):
         name = "core_transformer_config_from_args"
         if hasattr(holder, name):
-            _changed(holder, name, lambda own: _of_streams(own, given != "fixed"))
+            _changed(holder, name, lambda original: _of_streams(original, given != "fixed"))
 
 
 def _changed(holder: Any, name: str, change: Callable[[Any], Any]) -> None:
@@ -50,7 +50,9 @@ def _widened(original: Callable[..., Any], grows: bool) -> Callable[..., Any]:
         if block.post_process:
             return output
         count = block.layers[-1].layer_number if grows else STREAMS
-        return torch.cat([output * (2.0 ** -min(at + 1, count - 1)) for at in range(count)], -1)
+        return torch.cat(
+            [output * (2.0 ** -min(index + 1, count - 1)) for index in range(count)], -1
+        )
 
     return forward
 

@@ -29,5 +29,5 @@ try:
     megatron_vshape.register()
 except RuntimeError as error:
     print(error, flush=True)
-given = {"shape": "bridge", "schedule": "v-half", "directory": sys.argv[1]}
-other_trainer.start(int(os.environ["RANK"]), given)
+settings = {"shape": "bridge", "schedule": "v-half", "directory": sys.argv[1]}
+other_trainer.start(int(os.environ["RANK"]), settings)
