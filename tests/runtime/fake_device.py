@@ -125,7 +125,7 @@ class Op:
 
     def can_start(self) -> bool:
         free = MULTIPROCESSORS - self.stream.device.blocks_held
-        return free >= self.thread_blocks and all(each.has_ended for each in self.needs)
+        return free >= self.thread_blocks and all(operation.has_ended for operation in self.needs)
 
     def start(self) -> None:
         self.end()
@@ -172,10 +172,12 @@ class Kernel(Op):
 
     def _check(self) -> None:
         memory = self.stream.device.memory
-        for pointer, wanted in self.reads.items():
-            found = memory.get(pointer, SPOILT)
-            if found != wanted and (wanted is not ANYTHING or found == SPOILT):
-                raise WrongData(f"{self.name} was to read {wanted} and found {found}")
+        for pointer, expected_content in self.reads.items():
+            content = memory.get(pointer, SPOILT)
+            if content != expected_content and (
+                expected_content is not ANYTHING or content == SPOILT
+            ):
+                raise WrongData(f"{self.name} was to read {expected_content} and found {content}")
 
 
 class MessageKernel(Op):
@@ -238,14 +240,14 @@ class Transfer:
         receiver.stream.device.memory[receiver.pointer] = SPOILT
 
     def finish(self) -> None:
-        whole = self.content if self.content == self.sender.content() else SPOILT
-        self.receiver.stream.device.memory[self.receiver.pointer] = whole
+        content = self.content if self.content == self.sender.content() else SPOILT
+        self.receiver.stream.device.memory[self.receiver.pointer] = content
         ends = self.sender, self.receiver
-        for each in ends:
-            each.end()
-        for each in ends:
-            if isinstance(each, MessageKernel):
-                each.stream.device.go_on()
+        for end in ends:
+            end.end()
+        for end in ends:
+            if isinstance(end, MessageKernel):
+                end.stream.device.go_on()
 
 
 class Event:
@@ -323,13 +325,13 @@ class Device:
         else:
             return
         names: dict[int, list[str]] = {pointer: [] for pointer in reads | writes}
-        found = self.races._handle_kernel_launch(
+        races = self.races._handle_kernel_launch(
             op.stream.number, reads, writes, set(), name, names
         )
-        for each in found:
-            previous, current = each.previous_access, each.current_access
+        for race in races:
+            previous, current = race.previous_access, race.current_access
             raise Race(
-                f"{current.operator}, {current.type} {each.data_ptr:#x}, is not ordered after "
+                f"{current.operator}, {current.type} {race.data_ptr:#x}, is not ordered after "
                 f"{previous.operator}, {previous.type} it"
             )
 
@@ -378,11 +380,11 @@ class Device:
     @contextmanager
     def using(self, stream: Stream) -> Iterator[None]:
         """Make a stream the current one meanwhile."""
-        before, self.current = self.current, stream
+        former_stream, self.current = self.current, stream
         try:
             yield
         finally:
-            self.current = before
+            self.current = former_stream
 
     def wait_for_all(self) -> None:
         """Have the host wait for all that the device was given."""
@@ -495,10 +497,10 @@ class HostTensor(NamedTuple):
     is_pinned: bool
 
     def to(self, device: Any, non_blocking: bool) -> DeviceTensor:
-        made = self.world.here.filled((len(self.values),), self.dtype, self.values)
+        tensor = self.world.here.filled((len(self.values),), self.dtype, self.values)
         if not (self.is_pinned and non_blocking):
             self.world.here.wait_for_stream()
-        return made
+        return tensor
 
 
 class SilentWatch:
@@ -564,13 +566,13 @@ class World:
 
     def meet(self, end: MessageKernel | Letter) -> None:
         """Begin the transfer of a message as soon as both its ends are there."""
-        sent = self._sent.setdefault(end.key, deque())
+        letters = self._sent.setdefault(end.key, deque())
         if end.sends:
-            sent.append(end)
+            letters.append(end)
         else:
             self._posted[end.key] = end
-        if sent and end.key in self._posted:
-            self.running.append(Transfer(sent.popleft(), self._posted.pop(end.key)))
+        if letters and end.key in self._posted:
+            self.running.append(Transfer(letters.popleft(), self._posted.pop(end.key)))
 
     def pause(self, until: Callable[[], bool] = lambda: True) -> None:
         """Let others go on; return when this host's turn has come and `until` holds."""
@@ -618,8 +620,8 @@ class World:
         else:
             chosen = self.draw.choice(first or self.running or able or [None])
         if chosen is None:
-            waiting = [host.device.rank for host in hosts if not host.has_ended]
-            raise Hangs(f"devices {waiting} wait for ever")
+            waiting_ranks = [host.device.rank for host in hosts if not host.has_ended]
+            raise Hangs(f"devices {waiting_ranks} wait for ever")
         if not isinstance(chosen, Host):
             self.running.remove(chosen)
             chosen.finish()

@@ -100,16 +100,16 @@ class FakeStage:
         device.world.pause()
         if self.waits(device, work):
             device.wait_for_all()
-        before = self.stage + (-1 if makes is Kind.F else 1)
+        source_stage = self.stage + (-1 if makes is Kind.F else 1)
         reads: dict[int, Any] = {}
-        if makes is not None and 0 <= before < self.num_stages:
+        if makes is not None and 0 <= source_stage < self.num_stages:
             assert received is not None, work
-            reads[received.pointer] = (self.step, makes, before, work.microbatch)
+            reads[received.pointer] = (self.step, makes, source_stage, work.microbatch)
         else:
             assert received is None, work
         result, writes = None, {}
-        after = self.stage + (1 if makes is Kind.F else -1)
-        if makes is not None and 0 <= after < self.num_stages:
+        target_stage = self.stage + (1 if makes is Kind.F else -1)
+        if makes is not None and 0 <= target_stage < self.num_stages:
             length = self.length_of(work.microbatch)
             result = device.empty((length, *SHAPE[1:]), torch.float32)
             writes = {result.pointer: (self.step, makes, self.stage, work.microbatch)}
@@ -137,9 +137,9 @@ class Train:
 
     def __call__(self, device: Device) -> None:
         program, rank = self.program, device.rank
-        made = VariableTransport if self.length_on_arrival else Transport
+        transport_class = VariableTransport if self.length_on_arrival else Transport
         num_devices = program.schedule.num_devices
-        transport = made([range(num_devices)], SHAPE, torch.float32, "meta", timeout_s=9)
+        transport = transport_class([range(num_devices)], SHAPE, torch.float32, "meta", timeout_s=9)
         self.transports[rank] = transport
         transport.prepare(program)
         device.waits_for_compute = 0  # to meet the others it may

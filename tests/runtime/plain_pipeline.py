@@ -43,8 +43,12 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 def gradients_of(module: nn.Module) -> list[Tensor]:
     """Return where every parameter's gradient has come to rest."""
     return [
-        getattr(each, "main_grad", each.grad if each.grad is not None else torch.tensor(torch.nan))
-        for each in module.parameters()
+        getattr(
+            parameter,
+            "main_grad",
+            parameter.grad if parameter.grad is not None else torch.tensor(torch.nan),
+        )
+        for parameter in module.parameters()
     ]
 
 
@@ -80,15 +84,17 @@ class PlainStage:
 
     def __post_init__(self) -> None:
         self.module = module_of(self.stage, self.dtype)
-        self.weights = {each.untyped_storage().data_ptr() for each in self.module.parameters()}
+        self.weights = {
+            parameter.untyped_storage().data_ptr() for parameter in self.module.parameters()
+        }
 
     def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
         """Run F."""
-        seen = self.alive.setdefault(microbatch, [])
+        references = self.alive.setdefault(microbatch, [])
 
         def pack(tensor: Tensor) -> Tensor:
             if tensor.untyped_storage().data_ptr() not in self.weights:
-                seen.append(StorageWeakRef(tensor.untyped_storage()))
+                references.append(StorageWeakRef(tensor.untyped_storage()))
             return tensor
 
         if (received is None) != (self.stage == 0):
@@ -127,7 +133,9 @@ class PlainStage:
     def num_alive(self) -> int:
         """Return of how many microbatches anything saved is alive."""
         self.alive = {
-            key: seen for key, seen in self.alive.items() if any(not r.expired() for r in seen)
+            key: references
+            for key, references in self.alive.items()
+            if any(not r.expired() for r in references)
         }
         return len(self.alive)
 

@@ -84,12 +84,16 @@ def run_case(rank: int, case: Case, transport: Transport, pipeline: int) -> dict
         "device": device,
         "pipeline": pipeline,
         "gradients": {
-            s: [g.tolist() for g in gradients_of(each.module)] for s, each in stages.items()
+            s: [g.tolist() for g in gradients_of(stage_object.module)]
+            for s, stage_object in stages.items()
         },
-        "losses": [loss for each in stages.values() for loss in each.losses],
+        "losses": [loss for stage_object in stages.values() for loss in stage_object.losses],
         "peak": counter.peak,
         "passes": counter.passes,
-        "left": sum(len(each.jobs._buckets) + each.num_alive() for each in stages.values()),
+        "left": sum(
+            len(stage_object.jobs._buckets) + stage_object.num_alive()
+            for stage_object in stages.values()
+        ),
         "pending": len(transport._sends.left()),
         "groups": len(dist.distributed_c10d._world.pg_map),
     }
@@ -103,10 +107,10 @@ def run_cases(rank: int) -> dict[Case, dict[str, Any]]:
     transport.close()
     transport = Transport([[0, 2], [1, 3]], SHAPE, torch.float32, "cpu", timeout_s=20)
     results |= {case: run_case(rank, case, transport, rank % 2) for case in TWO}
-    again = {case: run_case(rank, case, transport, rank % 2) for case in TWO}
+    repeated = {case: run_case(rank, case, transport, rank % 2) for case in TWO}
     for case in TWO:
-        assert again[case]["gradients"] == results[case]["gradients"]
-        results[case]["groups again"] = again[case]["groups"] - again[TWO[0]]["groups"]
+        assert repeated[case]["gradients"] == results[case]["gradients"]
+        results[case]["groups again"] = repeated[case]["groups"] - repeated[TWO[0]]["groups"]
     run_evaluation(rank, transport)
     transport.close()
     return results
@@ -139,8 +143,10 @@ def test_gradients_are_bitwise_those_of_one_process(results, case: Case) -> None
             num_stages, case.num_microbatches, result["pipeline"], case.dtype
         )
         for stage, gradients in result["gradients"].items():
-            for found, wanted in zip(gradients, expected[stage], strict=True):
-                assert torch.equal(torch.tensor(found), wanted.float()), f"{case} stage {stage}"
+            for gradient, expected_gradient in zip(gradients, expected[stage], strict=True):
+                assert torch.equal(torch.tensor(gradient), expected_gradient.float()), (
+                    f"{case} stage {stage}"
+                )
         if num_stages - 1 in result["gradients"]:
             assert result["losses"] == losses
 
@@ -152,9 +158,11 @@ def test_no_more_is_held_than_the_schedule_says(results, case: Case) -> None:
     peaks = peak_held(schedule)
     for ranks in results:
         result = ranks[case]
-        held, most = result["peak"] * chunks_per_stage, peaks[result["device"]]
+        peak, planned_peak = result["peak"] * chunks_per_stage, peaks[result["device"]]
         # A joint pass holds what its F does from its start; counted is when both are over.
-        assert held == most or (schedule.overlapped and most - 1 <= held < most)
+        assert peak == planned_peak or (
+            schedule.overlapped and planned_peak - 1 <= peak < planned_peak
+        )
         assert result["left"] == 0
         assert result["pending"] == 0
 

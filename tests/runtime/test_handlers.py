@@ -23,40 +23,46 @@ def test_a_handler_is_joined_prepared_and_run_in_the_program_s_order() -> None:
     try:
         plain = make("v-half", 1, MICROBATCHES)
         row = [
-            each
+            handled
             for work in plain.order[0]
-            for each in (
+            for handled in (
                 (work, work._replace(kind=met), work._replace(kind=copy))
                 if work.kind is Kind.F
                 else (work,)
             )
         ]
-        told: list[tuple[str, Pass, bool]] = []
+        events: list[tuple[str, Pass, bool]] = []
 
         def note(what: str) -> Any:
             main = threading.main_thread()
-            return lambda work: told.append((what, work, threading.current_thread() is main))
+            return lambda work: events.append((what, work, threading.current_thread() is main))
 
         handlers = {
             met: Handler(note("run"), join=note("join")),
             copy: Handler(note("run"), prepare=note("prepare")),
         }
         program = lower(replace(plain, order=(tuple(row),)))
-        stages = {at: PlainStage(at, 2, 0, torch.float32) for at in range(2)}
+        stages = {
+            stage_index: PlainStage(stage_index, 2, 0, torch.float32) for stage_index in range(2)
+        }
         run_program(program, 0, stages, cast(Any, NoMail()), handlers=handlers)
         for kind, first in ((met, "join"), (copy, "prepare")):
-            own = [
-                (what, work.stage, work.microbatch) for what, work, _ in told if work.kind is kind
+            events_of_kind = [
+                (what, work.stage, work.microbatch) for what, work, _ in events if work.kind is kind
             ]
             turns = [work[1:] for work in row if work.kind is kind]
-            assert [each for each in own if each[0] == first] == [(first, *at) for at in turns]
-            assert [each for each in own if each[0] == "run"] == [("run", *at) for at in turns]
+            assert [event for event in events_of_kind if event[0] == first] == [
+                (first, *position) for position in turns
+            ]
+            assert [event for event in events_of_kind if event[0] == "run"] == [
+                ("run", *position) for position in turns
+            ]
         assert all(
-            on_main == (work.kind is met or what == "prepare") for what, work, on_main in told
+            on_main == (work.kind is met or what == "prepare") for what, work, on_main in events
         )
         expected, _ = one_process(2, MICROBATCHES, 0, torch.float32)
-        for at, stage in stages.items():
-            assert all(map(torch.equal, gradients_of(stage.module), expected[at]))
+        for stage_index, stage in stages.items():
+            assert all(map(torch.equal, gradients_of(stage.module), expected[stage_index]))
     finally:
         remove(copy)
         remove(met)

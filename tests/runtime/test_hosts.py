@@ -34,7 +34,7 @@ def test_what_started_the_ranks_says_how_many(environ: dict[str, str], ranks: in
 def counted(rank: int, environ: dict[str, str]) -> int:
     """Return the ranks of a host, of which one has two and the other one."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in {name for given, _ in LAUNCHED for name in given}:
+        for name in {name for environment, _ in LAUNCHED for name in environment}:
             patch.delenv(name, raising=False)
         for name, value in environ.items():
             patch.setenv(name, value)
@@ -50,7 +50,7 @@ def test_else_those_whose_host_has_the_same_name_are_counted() -> None:
 
 
 def test_each_rank_has_its_share_and_a_tenth_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in {name for given, _ in LAUNCHED for name in given}:
+    for name in {name for environment, _ in LAUNCHED for name in environment}:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(host_memory, "_free_by_source", lambda: iter((1000, 4000)))
     assert host_memory.free_host_bytes() == 900

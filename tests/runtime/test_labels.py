@@ -29,28 +29,28 @@ class Shown(NamedTuple):
     start: float
     end: float
 
-    def holds(self, other: "Shown") -> bool:
-        return self.start <= other.start and other.end <= self.end
+    def holds(self, inner: "Shown") -> bool:
+        return self.start <= inner.start and inner.end <= self.end
 
 
 def shown(trace: profile) -> list[Shown]:
     """Return the labels of the trace in the order in which they begin."""
-    found = [
+    intervals = [
         Shown(event.name, event.time_range.start, event.time_range.end)
         for event in trace.events()
         if LABEL.fullmatch(event.name)
     ]
-    return sorted(found, key=lambda each: (each.start, -each.end))
+    return sorted(intervals, key=lambda interval: (interval.start, -interval.end))
 
 
 def row_of(program: Program, device: int) -> list[str]:
     """Return what the labels of a device's row must be, without its weight jobs."""
     texts = []
-    for each in program.instructions[device]:
-        if isinstance(each, Run):
-            texts.append(str(each.work))
-        elif isinstance(each, Await):
-            texts.append(f"wait {each.message.work}")
+    for instruction in program.instructions[device]:
+        if isinstance(instruction, Run):
+            texts.append(str(instruction.work))
+        elif isinstance(instruction, Await):
+            texts.append(f"wait {instruction.message.work}")
     return texts
 
 
@@ -69,39 +69,41 @@ def recorded(rank: int, name: str) -> list[Shown]:
 @pytest.mark.parametrize("name", ["v-half", "1f1b"])
 def test_a_trace_shows_the_whole_row(name: str) -> None:
     program = lower(make(name, 2, 3))
-    for device, found in enumerate(run_ranks(2, recorded, name)):
-        outer = [each for each in found if not each.name.startswith("job ")]
-        jobs = [each for each in found if each.name.startswith("job ")]
-        assert [each.name for each in outer] == row_of(program, device)
-        assert any(each.name.startswith("wait ") for each in outer)
-        for before, after in zip(outer, outer[1:], strict=False):
-            assert before.end <= after.start
-        for each in outer:
-            inside = [job.name for job in jobs if each.holds(job)]
-            assert inside == (JOBS if each.name.startswith("W") else [])
-        num_split = sum(each.name.startswith("W") for each in outer)
+    for device, intervals in enumerate(run_ranks(2, recorded, name)):
+        outer = [interval for interval in intervals if not interval.name.startswith("job ")]
+        jobs = [interval for interval in intervals if interval.name.startswith("job ")]
+        assert [interval.name for interval in outer] == row_of(program, device)
+        assert any(interval.name.startswith("wait ") for interval in outer)
+        for former, later in zip(outer, outer[1:], strict=False):
+            assert former.end <= later.start
+        for interval in outer:
+            inside = [job.name for job in jobs if interval.holds(job)]
+            assert inside == (JOBS if interval.name.startswith("W") else [])
+        num_split = sum(interval.name.startswith("W") for interval in outer)
         assert len(jobs) == 2 * num_split
         assert (num_split > 0) == (name == "v-half")
 
 
 def test_a_drain_shows_its_waits() -> None:
     row = lower(make("v-half", 2, 3)).instructions[0]
-    waits = [each for each in row if isinstance(each, Await)]
+    waits = [instruction for instruction in row if isinstance(instruction, Await)]
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         run_drain(waits, NoCarrier(), torch.zeros(1))
-    assert [each.name for each in shown(trace)] == [f"wait {each.message.work}" for each in waits]
+    assert [interval.name for interval in shown(trace)] == [
+        f"wait {instruction.message.work}" for instruction in waits
+    ]
 
 
 def test_nothing_is_called_where_nothing_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
+    calls: list[str] = []
     record_function = weight_jobs.record_function
 
     def counted(name: str) -> Any:
-        made.append(name)
+        calls.append(name)
         return record_function(name)
 
     def text_of(number: int) -> str:
-        made.append("text")
+        calls.append("text")
         return str(number)
 
     monkeypatch.setattr(weight_jobs, "record_function", counted)
@@ -113,12 +115,12 @@ def test_nothing_is_called_where_nothing_records(monkeypatch: pytest.MonkeyPatch
             pass
 
     run()
-    assert made == []
+    assert calls == []
     with profile(activities=[ProfilerActivity.CPU]):
         run()
-    assert made == [*row_of(program, 0), "text", "7"]
+    assert calls == [*row_of(program, 0), "text", "7"]
     run()
-    assert len(made) == len(row_of(program, 0)) + 2
+    assert len(calls) == len(row_of(program, 0)) + 2
 
 
 def test_a_job_is_named_after_its_first_weight() -> None:

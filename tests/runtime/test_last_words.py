@@ -36,9 +36,9 @@ def end_while_it_waits(rank: int, folder: Path) -> None:
         stages[0].forward = lambda *args: (time.sleep(3), forward(*args))[1]
     else:
         os.dup2(os.open(folder / "said", os.O_WRONLY | os.O_CREAT), 2)
-    after = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
-    after.daemon = True
-    after.start()
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.daemon = True
+    timer.start()
     with last_words(lambda: transport.describe(place)):
         if rank == 0:
             os.dup2(os.open(folder / "said by 0", os.O_WRONLY | os.O_CREAT), 2)
@@ -58,10 +58,10 @@ def test_a_rank_ended_by_sigterm_says_what_it_waited_for(tmp_path: Path) -> None
 
 
 def test_a_child_dies_of_its_own_signal_and_the_parent_does_not() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    assert before == signal.SIG_DFL
+    original_handler = signal.getsignal(signal.SIGTERM)
+    assert original_handler == signal.SIG_DFL
     with last_words(lambda: "the parent"):
-        assert signal.getsignal(signal.SIGTERM) != before
+        assert signal.getsignal(signal.SIGTERM) != original_handler
         child = os.fork()
         if not child:
             time.sleep(20)
@@ -70,7 +70,7 @@ def test_a_child_dies_of_its_own_signal_and_the_parent_does_not() -> None:
         _, status = os.waitpid(child, 0)
         time.sleep(0.1)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.getsignal(signal.SIGTERM) == original_handler
 
 
 CRASH = """
@@ -91,13 +91,13 @@ def test_a_crash_shows_where_it_was() -> None:
 
 
 def test_a_signal_that_is_taken_is_left_alone() -> None:
-    def theirs(number: int, frame: object) -> None:
+    def user_handler(number: int, frame: object) -> None:
         pass
 
-    signal.signal(signal.SIGTERM, theirs)
+    signal.signal(signal.SIGTERM, user_handler)
     try:
         with last_words(lambda: "never"):
-            assert signal.getsignal(signal.SIGTERM) is theirs
+            assert signal.getsignal(signal.SIGTERM) is user_handler
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

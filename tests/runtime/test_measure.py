@@ -115,12 +115,14 @@ def timed_step(rank: int) -> Step:
     program = lower(make("v-half", 2, 6))
     transport = Transport([[0, 1]], SHAPE, torch.float32, "cpu")
     transport.prepare(program)
-    own = stages_of(program.schedule.placement, 2)[rank]
+    local_stages = stages_of(program.schedule.placement, 2)[rank]
     tries: list[tuple[float, PassTimer]] = []
     for _ in range(5):
         dist.barrier()
         timer = PassTimer(torch.device("cpu"))
-        run_program(program, rank, {stage: Sleeper(stage) for stage in own}, transport, timer)
+        run_program(
+            program, rank, {stage: Sleeper(stage) for stage in local_stages}, transport, timer
+        )
         took_us = torch.tensor(timer.busy_and_whole()[1])
         dist.all_reduce(took_us, dist.ReduceOp.MAX)
         tries.append((took_us.item(), timer))
@@ -170,10 +172,10 @@ def test_shifted_clocks_give_the_same_timeline() -> None:
         [Slot(work, start + by, end + by) for work, start, end in row]
         for row, by in zip(rows, ahead_us, strict=True)
     ]
-    found = merge(timeline.schedule, shifted, ahead_us)
+    merged = merge(timeline.schedule, shifted, ahead_us)
     for device in range(4):
-        assert found.starts[device] == pytest.approx(timeline.starts[device], abs=1e-3)
-        assert found.ends[device] == pytest.approx(timeline.ends[device], abs=1e-3)
+        assert merged.starts[device] == pytest.approx(timeline.starts[device], abs=1e-3)
+        assert merged.ends[device] == pytest.approx(timeline.ends[device], abs=1e-3)
 
 
 def test_clocks_are_compared_along_neighbours_by_the_quickest_trip() -> None:
@@ -184,7 +186,7 @@ def test_clocks_are_compared_along_neighbours_by_the_quickest_trip() -> None:
         {(0, 2): [], (1, 2): [5000.0, 5010.0, 6000.0, 6100.0]},
         {(0, 2): [1129.0, 1205.0], (1, 2): [1015.0, 2000.0]},
     ]
-    assert all(list(each) == pairs for each in stamps)
+    assert all(list(rank_stamps) == pairs for rank_stamps in stamps)
     assert _ahead_of_first(stamps) == [0.0, 4990.0, 1000.0]
 
 
@@ -209,9 +211,9 @@ def test_a_whole_backward_is_divided_as_split_ones_are() -> None:
 
 def test_a_stage_that_ran_both_has_a_price_for_whole_backwards() -> None:
     timeline = _timeline_of({Kind.F: 10.0, Kind.B: 12.0, Kind.W: 8.0, Kind.BW: 17.0})
-    whole = replace(timeline.schedule, order=((Pass(Kind.BW, 1, 0),),))
-    again = replace(timeline, schedule=whole, starts=((0.0,),), ends=((17.0,),))
-    costs = measured_costs([timeline, again], 0.0, HELD)
+    full_schedule = replace(timeline.schedule, order=((Pass(Kind.BW, 1, 0),),))
+    full_timeline = replace(timeline, schedule=full_schedule, starts=((0.0,),), ends=((17.0,),))
+    costs = measured_costs([timeline, full_timeline], 0.0, HELD)
     assert costs.backward_us[1] + costs.weight_us[1] == pytest.approx(20.0)
     assert costs.whole_backward_us == pytest.approx((17.0, 17.0))
     assert measured_costs([timeline], 0.0, HELD).whole_backward_us is None
@@ -219,21 +221,23 @@ def test_a_stage_that_ran_both_has_a_price_for_whole_backwards() -> None:
 
 def test_passes_that_run_as_one_do_not_count() -> None:
     schedule = make("dualpipev", 2, 8)
-    alone = costs_from_pieces([Piece(10.0 + at, 12.0, 8.0, *HELD[at]) for at in range(4)], 0.0)
+    separate = costs_from_pieces(
+        [Piece(10.0 + stage, 12.0, 8.0, *HELD[stage]) for stage in range(4)], 0.0
+    )
     waits = (3.0,) * 4
-    priced = alone.having(forward_exchange_us=waits, backward_exchange_us=waits)
-    found = measured_costs([simulate(schedule, priced)], 0.0, HELD)
-    assert found.forward_us == pytest.approx([us + 3 for us in alone.forward_us])
+    costs_with_waits = separate.having(forward_exchange_us=waits, backward_exchange_us=waits)
+    costs = measured_costs([simulate(schedule, costs_with_waits)], 0.0, HELD)
+    assert costs.forward_us == pytest.approx([us + 3 for us in separate.forward_us])
 
 
 def test_two_passes_that_run_as_one_are_timed_once() -> None:
     timer = PassTimer(torch.device("cpu"))
-    both = Pass(Kind.F, 0, 3), Pass(Kind.B, 3, 1)
-    timer.begins(*both)
+    passes = Pass(Kind.F, 0, 3), Pass(Kind.B, 3, 1)
+    timer.begins(*passes)
     time.sleep(0.02)
-    timer.ends(*both)
+    timer.ends(*passes)
     first, second = timer.slots()
-    assert (first.work, second.work) == both
+    assert (first.work, second.work) == passes
     assert first[1:] == second[1:]
     assert timer.busy_and_whole()[0] == first.end - first.start >= 20_000
 
@@ -242,9 +246,12 @@ def test_the_host_takes_what_lies_before_a_weight_pass() -> None:
     timeline = _timeline_of({Kind.F: 10.0, Kind.B: 12.0, Kind.W: 8.0, Kind.BW: 20.0})
     assert measured_costs([timeline], 0.0, HELD).host_us == pytest.approx(0.0)
     (starts,), (ends,) = timeline.starts, timeline.ends
-    at = [work.kind for work in timeline.schedule.order[0]].index(Kind.W)
-    late = [[time + 3.0 * (place >= at) for place, time in enumerate(r)] for r in (starts, ends)]
-    later = replace(timeline, starts=(tuple(late[0]),), ends=(tuple(late[1]),))
+    weight_position = [work.kind for work in timeline.schedule.order[0]].index(Kind.W)
+    later_times = [
+        [time + 3.0 * (position >= weight_position) for position, time in enumerate(r)]
+        for r in (starts, ends)
+    ]
+    later = replace(timeline, starts=(tuple(later_times[0]),), ends=(tuple(later_times[1]),))
     assert measured_costs([later], 0.0, HELD).host_us == pytest.approx(3.0)
 
 
@@ -257,20 +264,22 @@ def test_whole_backwards_alone_are_divided_in_half() -> None:
 def _stretched(timeline, device: int, times: float):
     """Return the timeline with the passes of a device so many times as long, one after another."""
     starts, ends = list(map(list, timeline.starts)), list(map(list, timeline.ends))
-    for at, (start, end) in enumerate(zip(starts[device], ends[device], strict=True)):
-        ends[device][at] = start + times * (end - start)
+    for index, (start, end) in enumerate(zip(starts[device], ends[device], strict=True)):
+        ends[device][index] = start + times * (end - start)
     return replace(timeline, starts=tuple(map(tuple, starts)), ends=tuple(map(tuple, ends)))
 
 
 def test_disturbed_steps_are_left_out_of_costs() -> None:
     calm = simulate(make("v-half", 2, 6))
     steps = [calm, _stretched(calm, 1, 1.5), calm, _stretched(calm, 0, 1.05)]
-    kept, left_out = undisturbed(steps)
+    undisturbed_steps, left_out = undisturbed(steps)
     assert left_out == [(1, 1, pytest.approx(1.5))]
-    assert kept == [steps[0], steps[2], steps[3]]
+    assert undisturbed_steps == [steps[0], steps[2], steps[3]]
     # No more than half of the steps: where all differ, none is the usual one.
-    kept, left_out = undisturbed([_stretched(calm, 0, 2.0**at) for at in range(4)])
+    undisturbed_steps, left_out = undisturbed(
+        [_stretched(calm, 0, 2.0**exponent) for exponent in range(4)]
+    )
     assert [step for step, *_ in left_out] == [2, 3]
-    assert len(kept) == 2
-    held = dict.fromkeys(range(4), (1.0, 1.0))
-    assert measured_costs(steps, 0.0, held).forward_us[0] == pytest.approx(1.0)
+    assert len(undisturbed_steps) == 2
+    memory_by_stage = dict.fromkeys(range(4), (1.0, 1.0))
+    assert measured_costs(steps, 0.0, memory_by_stage).forward_us[0] == pytest.approx(1.0)

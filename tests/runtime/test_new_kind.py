@@ -35,11 +35,19 @@ def run_rank(rank: int, text: str) -> list[tuple[int, list[Any], int]]:
     program = lower(Schedule.from_json(text))
     transport = Transport([[0, 1]], SHAPE, torch.float32, "cpu")
     transport.prepare(program)
-    own = [at for at, device in enumerate(program.schedule.placement) if device == rank]
-    stages = {at: CopyingStage(at, program.schedule.num_stages, 0, torch.float32) for at in own}
+    local_stages = [
+        stage for stage, device in enumerate(program.schedule.placement) if device == rank
+    ]
+    stages = {
+        stage: CopyingStage(stage, program.schedule.num_stages, 0, torch.float32)
+        for stage in local_stages
+    }
     run_program(program, rank, stages, transport)
     transport.close()
-    return [(at, lists(gradients_of(it.module)), len(it.copied)) for at, it in stages.items()]
+    return [
+        (stage, lists(gradients_of(stage_object.module)), len(stage_object.copied))
+        for stage, stage_object in stages.items()
+    ]
 
 
 def test_a_copy_beside_the_processor_is_proved_drawn_and_run() -> None:
@@ -49,19 +57,21 @@ def test_a_copy_beside_the_processor_is_proved_drawn_and_run() -> None:
         plain = make("v-half", 2, 5)
         rows = (
             tuple(
-                each
+                kind_of_work
                 for work in row
-                for each in ((work, work._replace(kind=copy)) if work.kind is Kind.F else (work,))
+                for kind_of_work in (
+                    (work, work._replace(kind=copy)) if work.kind is Kind.F else (work,)
+                )
             )
             for row in plain.order
         )
-        found = replace(plain, order=tuple(rows))
-        verify(found, 4, costs)
-        timeline = simulate(found, costs)
+        schedule = replace(plain, order=tuple(rows))
+        verify(schedule, 4, costs)
+        timeline = simulate(schedule, costs)
         assert timeline.makespan > simulate(plain, costs).makespan
         assert timeline.draw().count("K") + timeline.draw().count("k") == 4 * 5
-        text = found.to_json()
-        assert Schedule.from_json(text) == found
+        text = schedule.to_json()
+        assert Schedule.from_json(text) == schedule
         expected, _ = one_process(4, 5, 0, torch.float32)
         for stage, gradients, copies in sum(run_ranks(2, run_rank, text), []):
             assert gradients == lists(expected[stage])

@@ -65,7 +65,7 @@ def stages_of(offload: Offload, dtype: torch.dtype = torch.float32) -> dict[int,
     stages = {stage: OffloadedStage(stage, 2, 0, dtype) for stage in range(2)}
     for stage in stages.values():
         stage.offload = offload
-    offload.keep(each for stage in stages.values() for each in stage.module.parameters())
+    offload.keep(parameter for stage in stages.values() for parameter in stage.module.parameters())
     return stages
 
 
@@ -82,9 +82,9 @@ def train(
     return [gradients_of(stage.module) for stage in stages.values()]
 
 
-def equal(found: list[list[Tensor]], dtype: torch.dtype = torch.float32) -> bool:
+def equal(gradients: list[list[Tensor]], dtype: torch.dtype = torch.float32) -> bool:
     expected, _ = one_process(2, MICROBATCHES, 0, dtype)
-    pairs = zip(found, expected, strict=True)
+    pairs = zip(gradients, expected, strict=True)
     return all(torch.equal(a, b) for mine, yours in pairs for a, b in zip(mine, yours, strict=True))
 
 
@@ -99,12 +99,12 @@ def test_gradients_are_the_same_to_the_last_bit(poisoned: None, dtype: torch.dty
 
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """H fills the storages after B has begun: here, with the next microbatch's H."""
-    copy_back, before = Offload.copy_back, list[tuple[Offload, int, int]]()
+    copy_back, pending = Offload.copy_back, list[tuple[Offload, int, int]]()
 
     def after_the_next(self: Offload, stage: int, microbatch: int) -> None:
-        for each in before:
-            copy_back(*each)
-        before[:] = [(self, stage, microbatch)]
+        for copy in pending:
+            copy_back(*copy)
+        pending[:] = [(self, stage, microbatch)]
 
     monkeypatch.setattr(Offload, "copy_back", after_the_next)
     monkeypatch.setattr(Offload, "begins_backward", lambda self, work: None)
@@ -113,10 +113,10 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """D writes what two microbatches have into each other's place."""
-    take, taken = HostMemory.take, dict[int, list[tuple[Tensor, Moment]]]()
+    take, blocks_by_size = HostMemory.take, dict[int, list[tuple[Tensor, Moment]]]()
 
     def the_same_twice(self: HostMemory, num_bytes: int) -> list[tuple[Tensor, Moment]]:
-        return taken.setdefault(num_bytes, take(self, num_bytes) or [])
+        return blocks_by_size.setdefault(num_bytes, take(self, num_bytes) or [])
 
     monkeypatch.setattr(HostMemory, "take", the_same_twice)
 
@@ -125,8 +125,8 @@ def dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is copied back."""
     find = Offload._parts
 
-    def once(self: Offload, waiting: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        return find(self, waiting) if waiting.at == "on the device" else iter(())
+    def once(self: Offload, activations: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        return find(self, activations) if activations.at == "on the device" else iter(())
 
     monkeypatch.setattr(Offload, "_parts", once)
 
@@ -186,16 +186,16 @@ def test_an_emptied_stage_holds_next_to_nothing() -> None:
     stages = stages_of(offload)
     stage = stages[1]
     data = data_of(0, 0, torch.float32)[0]
-    with LiveBytes() as live:
+    with LiveBytes() as live_bytes:
         stage.forward(0, data.clone())
-        before = live.count()
+        num_before = live_bytes.count()
         offload.copy_out(1, 0)
         offload.release(1, 0)
-        assert live.count() == before - offload.bytes_by_stage[1]
-        assert live.count() < data.nbytes  # the loss
+        assert live_bytes.count() == num_before - offload.bytes_by_stage[1]
+        assert live_bytes.count() < data.nbytes  # the loss
         offload.make_room(1, 0)
         offload.copy_back(1, 0)
-        assert live.count() == before
+        assert live_bytes.count() == num_before
 
 
 def made_table() -> Tensor:
@@ -250,9 +250,9 @@ def test_what_two_microbatches_save_is_left_alone(poisoned: None) -> None:
 
 
 def taken(host: HostMemory, num_bytes: int) -> list[Tensor]:
-    found = host.take(num_bytes)
-    assert found is not None
-    return [block for block, _ in found]
+    blocks = host.take(num_bytes)
+    assert blocks is not None
+    return [block for block, _ in blocks]
 
 
 def test_host_memory_is_used_again_and_grows_no_further() -> None:
@@ -261,8 +261,8 @@ def test_host_memory_is_used_again_and_grows_no_further() -> None:
     assert sum(map(len, first)) >= 16_000
     assert host.nbytes == sum(map(len, first)) <= 16_000 * 17 / 16
     host.give_back(first, Moment(None))
-    again = taken(host, 16_000)
-    assert {each.data_ptr() for each in again} == {each.data_ptr() for each in first}
+    repeated = taken(host, 16_000)
+    assert {block.data_ptr() for block in repeated} == {block.data_ptr() for block in first}
     assert host.nbytes == sum(map(len, first))
     host.clear()
     assert host.nbytes == 0
@@ -274,9 +274,9 @@ def test_what_is_about_to_come_back_is_not_made_again() -> None:
     host.expect_back()
     copy = threading.Timer(0.05, host.give_back, (first, Moment(None)))
     copy.start()
-    again = taken(host, 16_000)
+    repeated = taken(host, 16_000)
     copy.join()
-    assert {each.data_ptr() for each in again} == {each.data_ptr() for each in first}
+    assert {block.data_ptr() for block in repeated} == {block.data_ptr() for block in first}
     host.expect_back()
     host.give_back([], Moment(None))  # a copy that has failed
     assert len(taken(host, 16_000)) == len(first)
@@ -314,13 +314,13 @@ def no_memory(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> str:
-    text, empty, made = "CUDA error: out of memory", torch.empty, list[Tensor]()
+    text, empty, tensors = "CUDA error: out of memory", torch.empty, list[Tensor]()
 
     def refuse(*sizes: Any, **options: Any) -> Tensor:
         tensor = empty(*sizes, **options)
         if "pin_memory" in options:
-            made.append(tensor)
-            if len(made) > 40:  # of some microbatches there is enough
+            tensors.append(tensor)
+            if len(tensors) > 40:  # of some microbatches there is enough
                 raise RuntimeError(f"{text}\nCompile with TORCH_USE_CUDA_DSA")
         return tensor
 

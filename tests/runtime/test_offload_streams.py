@@ -79,11 +79,11 @@ class StepHook:
     def memory(self) -> object:
         return self.tensor.untyped_storage()._cdata
 
-    def copy_(self, other: "StepHook", non_blocking: bool) -> None:
+    def copy_(self, source: "StepHook", non_blocking: bool) -> None:
         assert non_blocking
-        self.streams.touch(other.memory, writes=False)
+        self.streams.touch(source.memory, writes=False)
         self.streams.touch(self.memory, writes=True)
-        self.tensor.copy_(other.tensor)
+        self.tensor.copy_(source.tensor)
 
 
 @pytest.fixture
@@ -92,24 +92,24 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     parts, resize, forward = Offload._parts, UntypedStorage.resize_, OffloadedStage.forward
     backward = OffloadedStage.backward
 
-    def noted(self: Offload, waiting: Any) -> Iterator[tuple[StepHook, StepHook]]:
-        for pair in parts(self, waiting):
-            yield tuple(StepHook(each, streams) for each in pair)  # type: ignore[misc]
+    def noted(self: Offload, activations: Any) -> Iterator[tuple[StepHook, StepHook]]:
+        for pair in parts(self, activations):
+            yield tuple(StepHook(part, streams) for part in pair)  # type: ignore[misc]
 
     def resized(storage: UntypedStorage, size: int) -> UntypedStorage:
         streams.touch(storage._cdata, writes=True)
         return resize(storage, size)
 
-    held: dict[tuple[int, int], list[int]] = {}
+    memory_by_pass: dict[tuple[int, int], list[int]] = {}
 
     def run_forward(self: OffloadedStage, microbatch: int, received: Tensor | None) -> Any:
         ends_forward = self.offload.ends_forward
 
         def note_first(stage: int, number: int, output: Tensor) -> None:
             saved = self.offload._saved(output.grad_fn, NOBODYS)
-            held[stage, number] = list({storage._cdata for _, storage in saved})
-            for each in held[stage, number]:
-                streams.touch(each, writes=True)
+            memory_by_pass[stage, number] = list({storage._cdata for _, storage in saved})
+            for storage in memory_by_pass[stage, number]:
+                streams.touch(storage, writes=True)
             ends_forward(stage, number, output)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -118,8 +118,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
     def run_backward(self: OffloadedStage, microbatch: int, received: Tensor | None) -> Any:
         result = backward(self, microbatch, received)
-        for each in held.pop((self.stage, microbatch)):
-            streams.touch(each, writes=False)
+        for storage in memory_by_pass.pop((self.stage, microbatch)):
+            streams.touch(storage, writes=False)
         return result
 
     monkeypatch.setattr(Moment, "of", lambda device: Moment(streams.now()))  # type: ignore[arg-type]

@@ -47,8 +47,13 @@ def blocks_hold(world: World, train: Train) -> bool:
     wait for no pass, come on top: one that the host waits for, and one that leaves.
     """
     program, shapes = train.program, 2 * train.length_on_arrival
-    sent = {each.message for row in program.instructions for each in row if isinstance(each, Send)}
-    ends = {(device, *m[1:]) for m in sent for device in (m.source, m.target)}
+    messages = {
+        instruction.message
+        for row in program.instructions
+        for instruction in row
+        if isinstance(instruction, Send)
+    }
+    ends = {(device, *m[1:]) for m in messages for device in (m.source, m.target)}
     used = Counter(device for device, *_ in ends)
     return all(
         device.most_blocks
@@ -76,8 +81,8 @@ def check(name: str, devices: int, microbatches: int) -> None:
     completes(Train(program, steps=2), range(4))
     taking = program_of(name, devices, microbatches, length_on_arrival=True)
     completes(Train(taking, steps=2, length_on_arrival=True), range(4, 7))
-    early, ends = prefix_before_loss(program)
-    completes(Train(early, steps=2, ends=ends), range(7, 9))
+    prefix, ends = prefix_before_loss(program)
+    completes(Train(prefix, steps=2, ends=ends), range(7, 9))
 
 
 @pytest.mark.parametrize("size", SMALL)
@@ -152,9 +157,9 @@ def test_receives_of_a_gap_in_another_order_hang_where_streams_share_a_queue() -
 def test_the_proof_foretells_where_a_receive_may_be_moved(name: str, size: tuple[int, int]) -> None:
     """Exactly the programs hang that `deadlocks_under_device_sync` finds, too early or too late."""
     moved = list(programs_with_one_receive_moved(program_of(name, *size)))
-    refused = [bool(deadlocks_under_device_sync(each)) for each in moved]
-    assert [hangs(each, 1, always) for each in moved] == refused
-    assert 0 < sum(refused) < len(refused)
+    rejected = [bool(deadlocks_under_device_sync(program)) for program in moved]
+    assert [hangs(program, 1, always) for program in moved] == rejected
+    assert 0 < sum(rejected) < len(rejected)
 
 
 def test_messages_of_any_length_rely_on_a_buffer_in_one_queue_only() -> None:
@@ -187,8 +192,8 @@ def test_blocks_that_fill_a_device_hang(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_receives_out_of_order_bring_wrong_data() -> None:
     program = with_receives_first(program_of("gpipe", 2, 3))
-    first, (one, other, *rest) = program.instructions
-    swapped = replace(program, instructions=(first, (other, one, *rest)))
+    first, (one, second, *remaining) = program.instructions
+    swapped = replace(program, instructions=(first, (second, one, *remaining)))
     World(2, 0).run(Train(program))
     with pytest.raises(WrongData, match=r"F1\.\d was to read"):
         World(2, 0).run(Train(swapped))
@@ -200,32 +205,32 @@ def test_messages_take_the_memory_that_is_planned(name: str, size: tuple[int, in
     """However far the host is ahead; and all of it where it is farthest ahead."""
     program = program_of(name, *size)
     devices = range(program.schedule.num_devices)
-    kept, posted, most = (
+    max_retained, posted, max_messages = (
         [count(device) for device in devices]
         for count in (program.peak_unreleased, program.peak_posted, program.peak_messages)
     )
     for lead in (0, 1, 2, 5, None, TO_THE_END):
         world, train = World(program.schedule.num_devices, 0, lead=lead), Train(program, steps=2)
         world.run(train)
-        sent, received, messages = (
+        num_retained, received, messages = (
             [device.most[role] / MESSAGE_BYTES for device in world.devices]
             for role in ("sent", "received", "messages")
         )
-        assert all(map(le, sent, kept))
+        assert all(map(le, num_retained, max_retained))
         assert all(map(le, received, posted))
-        assert all(map(le, messages, most))
+        assert all(map(le, messages, max_messages))
         assert train.transports
         assert all(device.held["messages"] == 0 for device in world.devices)
-    assert sent == kept
+    assert num_retained == max_retained
     assert received == posted
 
 
 def test_without_a_release_a_host_ahead_keeps_more_than_planned() -> None:
     program = program_of("v-half", 4, 8)
-    kept = []
+    retained = []
     for lead in (2, TO_THE_END):
         world = World(4, 0, lead=lead)
         world.run(Train(without_releases(program)))
-        kept.append([device.most["sent"] / MESSAGE_BYTES for device in world.devices])
-    assert all(most > program.peak_unreleased(device) for device, most in enumerate(kept[1]))
-    assert all(map(gt, kept[1], kept[0]))
+        retained.append([device.most["sent"] / MESSAGE_BYTES for device in world.devices])
+    assert all(peak > program.peak_unreleased(device) for device, peak in enumerate(retained[1]))
+    assert all(map(gt, retained[1], retained[0]))

@@ -43,7 +43,11 @@ BIG = (64, 4, 1024)  # more than a socket buffers, so that a send ends only when
 
 def sent_by(program: Program, device: int) -> list[Message]:
     """Return the messages that a device sends, in order."""
-    return [each.message for each in program.instructions[device] if isinstance(each, Send)]
+    return [
+        instruction.message
+        for instruction in program.instructions[device]
+        if isinstance(instruction, Send)
+    ]
 
 
 def send_to_a_late_receiver(rank: int) -> None:
@@ -137,9 +141,9 @@ class Replaceable(dist.ProcessGroup):
 def unwrapping(call: Any, calls: list[str]) -> Any:
     """Return a function of torch.distributed that accepts such a group and adds its name."""
 
-    def run(*args: Any, group: Any, **others: Any) -> Any:
+    def run(*args: Any, group: Any, **options: Any) -> Any:
         calls.append(call.__name__)
-        return call(*args, group=group.group, **others)
+        return call(*args, group=group.group, **options)
 
     return run
 
@@ -149,19 +153,19 @@ def connect_again_after_replacement(rank: int) -> None:
     nothing, head = Piece(0, 0, 0, 0, 0), Piece(2, 2, 2, 0, 0)
     costs = shared_costs(Costs.uniform(2, 4), nothing, head, 2, 0.1)
     program = lower(share_vocabulary(make("v-half", 2, 2), costs))  # has collectives
-    made, calls, firsts = [], [], ("send", "recv", "all_reduce")
+    groups, calls, firsts = [], [], ("send", "recv", "all_reduce")
     for name in (*firsts, "isend", "irecv"):
         setattr(p2p.dist, name, unwrapping(getattr(dist, name), calls))
     transport = Transport([[0, 1]], SHAPE, torch.float32, "cpu", timeout_s=20)
-    transport._make_group = lambda ranks, _: made.append(Replaceable(list(ranks))) or made[-1]
+    transport._make_group = lambda ranks, _: groups.append(Replaceable(list(ranks))) or groups[-1]
     transport.prepare(program)
     connected = sorted(calls)
     assert set(connected) == set(firsts)
     calls.clear()
     transport.reconnect()
     assert calls == []  # nothing was replaced
-    for each in made:
-        each.replace()
+    for group in groups:
+        group.replace()
     transport.reconnect()
     assert sorted(calls) == connected
     calls.clear()
@@ -216,8 +220,8 @@ def test_every_rank_has_one_peer_per_stream_and_lane() -> None:
         edge = Edge(stream, source, target)
         lanes[edge] = _free_lane(edge, lanes)
     assert list(lanes.values()) == [0, 1, 0, 1]
-    other = Edge(Stream(Kind.B, 0, upward=True), 0, 1)
-    assert _free_lane(other, lanes) == 0
+    other_edge = Edge(Stream(Kind.B, 0, upward=True), 0, 1)
+    assert _free_lane(other_edge, lanes) == 0
 
 
 class Sending:
@@ -309,14 +313,14 @@ def test_the_watch_tells_of_what_nobody_takes(is_closed: bool) -> None:
 
 
 def test_a_watch_closed_quietly_lets_go_of_what_never_ends() -> None:
-    before = threading.active_count()
+    num_threads = threading.active_count()
     watched = Watched(0.2)
     watched.under_way = ["F0.0 waits to be taken"]
     watched.watch.close(quietly=True)
     deadline = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < deadline:
+    while threading.active_count() > num_threads and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert threading.active_count() <= before
+    assert threading.active_count() <= num_threads
     assert watched.said == []
 
 
@@ -420,11 +424,11 @@ def test_on_nccl_the_watch_ends_a_rank_whose_peer_does_not_connect(
 
 
 def test_gloo_ends_a_minute_after_the_transport_has_spoken(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[timedelta] = []
+    timeouts: list[timedelta] = []
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "new_group", lambda *_, timeout, **__: found.append(timeout))
+    monkeypatch.setattr(dist, "new_group", lambda *_, timeout, **__: timeouts.append(timeout))
     Transport([[0]], SHAPE, torch.float32, "cpu", timeout_s=40)._make_group([0], "")
-    assert found == [timedelta(seconds=100)]
+    assert timeouts == [timedelta(seconds=100)]
 
 
 def test_a_send_is_let_go_of_with_all_that_left_before_it() -> None:
@@ -433,44 +437,44 @@ def test_a_send_is_let_go_of_with_all_that_left_before_it() -> None:
     messages = sends.left()
     for _ in range(2):  # waited for once only
         sends.release(messages[1])
-    assert [each.waits for each in works] == [1, 1, 0, 0]
+    assert [work.waits for work in works] == [1, 1, 0, 0]
     (queue,) = sends._left.values()
-    assert [each.tensor is None for each in queue] == [True, True, False, False]
+    assert [work.tensor is None for work in queue] == [True, True, False, False]
     assert sends.left() == messages  # the watch still sees them
     sends.release(messages[3]._replace(target=5))  # that nothing was sent to
     sends.drain()
-    assert [each.waits for each in works] == [1, 1, 1, 1]
+    assert [work.waits for work in works] == [1, 1, 1, 1]
 
 
 def test_each_thread_names_its_device_before_it_asks() -> None:
     watched = Watched(0.2)
-    asked: list[tuple[str, bool]] = []
+    queries: list[tuple[str, bool]] = []
 
     class Asked(Event):
         def query(self) -> bool:
             name = threading.current_thread().name
-            asked.append((name, getattr(watched, "named_by", None) == name))
+            queries.append((name, getattr(watched, "named_by", None) == name))
             return super().query()
 
     watched.watch.add(Asked(False), lambda: "F1.0 waits for F0.0")
     assert watched.told.wait(5)
-    assert asked
-    assert all(is_named for _, is_named in asked)
+    assert queries
+    assert all(is_named for _, is_named in queries)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3"])
 def test_the_watch_names_the_device_of_the_thread_that_began_it(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    named: list[int] = []
+    devices: list[int] = []
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "set_device", named.append)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     transport = Transport([[0]], SHAPE, torch.float32, device)
     watch = transport._begin_watch()
     watch.name_device()
     watch.close()
-    assert set(named) == {3}  # its threads name theirs, too
+    assert set(devices) == {3}  # its threads name theirs, too
 
 
 def test_a_driver_that_does_not_answer_ends_the_run_too() -> None:
@@ -493,18 +497,18 @@ def test_a_driver_that_does_not_answer_ends_the_run_too() -> None:
 def test_what_a_rank_does_is_told_without_asking_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[str] = []
+    threads: list[str] = []
     name = threading.main_thread().name
     monkeypatch.setattr(
-        Sending, "is_completed", lambda self: bool(asked.append(threading.current_thread().name))
+        Sending, "is_completed", lambda self: bool(threads.append(threading.current_thread().name))
     )
     rank = OnNccl(monkeypatch)
     rank.send()
     assert "before its first pass" in rank.transport.describe(Place())
     assert rank.transport._describe_last() == "rank 1 (device 1): at B1.0, or in a pass after it"
     assert rank.told.wait(5)
-    assert asked
-    assert name not in asked
+    assert threads
+    assert name not in threads
 
 
 def test_on_nccl_a_message_of_any_length_is_taken_when_it_is_posted(
@@ -514,22 +518,22 @@ def test_on_nccl_a_message_of_any_length_is_taken_when_it_is_posted(
     program = lower(make("1f1b", 2, 4))
     transport = VariableTransport([[0, 1]], SHAPE, torch.float32, "meta", timeout_s=9)
     transport.prepare(program)
-    taken: list[Message] = []
-    monkeypatch.setattr(transport, "_take", lambda message: taken.append(message) or message)
+    messages: list[Message] = []
+    monkeypatch.setattr(transport, "_take", lambda message: messages.append(message) or message)
     first, second = sent_by(program, 0)[:2]
     transport.post(first)
     transport.post(second)
-    assert taken == [first, second]
+    assert messages == [first, second]
     assert transport.wait(second) is second  # type: ignore[comparison-overlap]
     transport.close()
 
 
 def groups_of(monkeypatch: pytest.MonkeyPatch, ranks: int) -> list[list[int]]:
     """Return the groups that a transport of rank 1 makes for a V of so many ranks, in order."""
-    made: list[list[int]] = []
+    pairs: list[list[int]] = []
 
     def new_group(pair: list[int], **_: Any) -> dist.ProcessGroup:
-        made.append(pair)
+        pairs.append(pair)
         return dist.ProcessGroup(0, 2)
 
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
@@ -541,21 +545,21 @@ def groups_of(monkeypatch: pytest.MonkeyPatch, ranks: int) -> list[list[int]]:
     assert len(transport._channels) == (8 if ranks > 2 else 4)  # of this rank
     transport.reconnect()  # also in a dry run, whose ranks send nothing to connect
     transport.close()
-    return made
+    return pairs
 
 
 def test_groups_are_pairs_and_connect_by_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = groups_of(monkeypatch, 4)
-    assert len(made) == 2 * 4 * 3  # pipelines, streams, pairs
-    assert all(len(pair) == 2 for pair in made)
-    first = [tuple(sorted(pair)) for pair in made[:6]]
+    pairs = groups_of(monkeypatch, 4)
+    assert len(pairs) == 2 * 4 * 3  # pipelines, streams, pairs
+    assert all(len(pair) == 2 for pair in pairs)
+    first = [tuple(sorted(pair)) for pair in pairs[:6]]
     # Pairs of a lane share no rank, so that they connect at the same time.
     assert first == [(0, 1), (4, 5), (2, 3), (6, 7), (1, 2), (5, 6)]
 
 
 def test_what_carries_messages_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = iter((1 * 2**30, 3 * 2**29))
-    monkeypatch.setattr(nccl, "outside_allocator", lambda device: next(taken))
+    sizes_bytes = iter((1 * 2**30, 3 * 2**29))
+    monkeypatch.setattr(nccl, "outside_allocator", lambda device: next(sizes_bytes))
     monkeypatch.setattr(nccl, "class_of", lambda group: "ProcessGroupNCCL2")
     transport = OnNccl(monkeypatch).transport
     transport.close()
@@ -583,17 +587,19 @@ def like(options: Any) -> Any:
 def test_on_nccl_groups_have_the_settings_that_the_user_gave_megatrons(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    theirs = dist.ProcessGroupNCCL.Options(is_high_priority_stream=False)
-    theirs.config.max_ctas = 7
-    theirs.config.net_name = "socket"
-    found: list[Any] = []
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=False)
+    options.config.max_ctas = 7
+    options.config.net_name = "socket"
+    group_options: list[Any] = []
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "new_group", lambda *_, pg_options, **__: found.append(pg_options))
+    monkeypatch.setattr(
+        dist, "new_group", lambda *_, pg_options, **__: group_options.append(pg_options)
+    )
     for device in ("cpu", "meta"):
-        transport = Transport([[0]], SHAPE, torch.float32, device, like=like(theirs))
+        transport = Transport([[0]], SHAPE, torch.float32, device, like=like(options))
         transport._make_group([0], "")
         transport.close()
-    on_gloo, on_nccl = found
+    on_gloo, on_nccl = group_options
     assert on_gloo is None
     assert not on_nccl.is_high_priority_stream
     assert (on_nccl.config.max_ctas, on_nccl.config.net_name) == (7, "socket")
@@ -601,12 +607,14 @@ def test_on_nccl_groups_have_the_settings_that_the_user_gave_megatrons(
 
 
 @needs_nccl
-@pytest.mark.parametrize("given", [None, "nothing", "what torch writes"])
-def test_on_nccl_a_pair_has_few_thread_blocks_and_priority(given: str | None) -> None:
-    theirs = dist.ProcessGroupNCCL.Options()
-    if given == "what torch writes":  # into the options of a group that has been used
-        theirs.config.blocking = 1
-    options = nccl.pair_options(None if given is None else like(theirs), timedelta(seconds=1))
+@pytest.mark.parametrize("origin", [None, "nothing", "what torch writes"])
+def test_on_nccl_a_pair_has_few_thread_blocks_and_priority(origin: str | None) -> None:
+    group_options = dist.ProcessGroupNCCL.Options()
+    if origin == "what torch writes":  # into the options of a group that has been used
+        group_options.config.blocking = 1
+    options = nccl.pair_options(
+        None if origin is None else like(group_options), timedelta(seconds=1)
+    )
     assert options.is_high_priority_stream
     assert options.config.max_ctas == nccl.THREAD_BLOCKS
     assert options.config.min_ctas == nccl._UNSET

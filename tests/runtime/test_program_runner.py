@@ -82,28 +82,30 @@ def test_the_runner_takes_less_than_60_us_per_pass(device: int) -> None:
     assert per_pass_us < 60
 
 
-def one_device_program(num_stages: int, num_microbatches: int, whole: bool) -> Program:
+def one_device_program(num_stages: int, num_microbatches: int, is_full: bool) -> Program:
     """Return a program of one device that runs every microbatch through all stages and back."""
     row = []
     for m in range(num_microbatches):
         row += [Pass(Kind.F, s, m) for s in range(num_stages)]
         for s in reversed(range(num_stages)):
-            row += [Pass(Kind.BW, s, m)] if whole else [Pass(Kind.B, s, m), Pass(Kind.W, s, m)]
+            row += [Pass(Kind.BW, s, m)] if is_full else [Pass(Kind.B, s, m), Pass(Kind.W, s, m)]
     placement = (0,) * num_stages
     return lower(Schedule("one", 1, num_microbatches, placement, (tuple(row),)))
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_one_device_hands_results_on_by_itself(whole: bool) -> None:
-    program = one_device_program(3, 4, whole)
+@pytest.mark.parametrize("is_full", [False, True])
+def test_one_device_hands_results_on_by_itself(is_full: bool) -> None:
+    program = one_device_program(3, 4, is_full)
     assert streams_of(program) == []
     stages = stages_for(program.schedule, 0, 0, torch.float32)
     run_program(program, 0, stages, NoCarrier())
     expected, losses = one_process(3, 4, 0, torch.float32)
     assert stages[2].losses == losses
-    for stage, each in stages.items():
-        for found, wanted in zip(gradients_of(each.module), expected[stage], strict=True):
-            assert torch.equal(found, wanted)
+    for stage, stage_object in stages.items():
+        for gradient, expected_gradient in zip(
+            gradients_of(stage_object.module), expected[stage], strict=True
+        ):
+            assert torch.equal(gradient, expected_gradient)
 
 
 def test_a_stage_that_returns_nothing_is_named() -> None:
@@ -119,24 +121,26 @@ def test_a_stage_that_returns_nothing_is_named() -> None:
 
 
 def test_a_stage_runs_both_passes_of_a_joint_one() -> None:
-    seen: list[tuple[Any, ...]] = []
+    calls: list[tuple[Any, ...]] = []
 
     class Joint(NoStage):
-        def forward_overlapped(self, microbatch: int, received: Any, *beside: Any) -> Any:
-            seen.append((microbatch, received, *beside[1:]))
+        def forward_overlapped(self, microbatch: int, received: Any, *arguments: Any) -> Any:
+            calls.append((microbatch, received, *arguments[1:]))
             return self.tensor, self.tensor
 
     program = lower(make("dualpipev", 2, 4))
     stages = {stage: Joint() for stage in range(4)}
     run_program(program, 0, stages, NoCarrier())
     pairs = program.schedule.overlapped_pairs().items()
-    own = [pair for pair in pairs if program.schedule.placement[pair[0].stage] == 0]
-    assert [(microbatch, work) for microbatch, _, work, _ in seen] == [
-        (forward.microbatch, work) for forward, work in own
+    local_pairs = [pair for pair in pairs if program.schedule.placement[pair[0].stage] == 0]
+    assert [(microbatch, work) for microbatch, _, work, _ in calls] == [
+        (forward.microbatch, work) for forward, work in local_pairs
     ]
     # The ends of the model receive nothing; a V turns on the other device.
-    assert [received is None for _, received, _, _ in seen] == [f.stage == 0 for f, _ in own]
-    assert [gradient is None for *_, gradient in seen] == [b.stage == 3 for _, b in own]
+    assert [received is None for _, received, _, _ in calls] == [
+        f.stage == 0 for f, _ in local_pairs
+    ]
+    assert [gradient is None for *_, gradient in calls] == [b.stage == 3 for _, b in local_pairs]
 
 
 def test_what_a_pass_raises_is_told_with_stage_microbatch_and_pass() -> None:
@@ -172,7 +176,7 @@ class Fresh(NoStage):
     backward_inputs = backward = forward
 
     def num_alive(self) -> int:
-        return sum(not each.expired() for each in self.made)
+        return sum(not reference.expired() for reference in self.made)
 
 
 def test_every_result_is_let_go_of_when_its_reader_has_it() -> None:

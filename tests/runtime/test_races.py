@@ -38,10 +38,10 @@ def run(train: Train, lead: float = TO_THE_END) -> None:
 def test_the_runtime_has_no_race(name: str) -> None:
     microbatches = 6 if name in JOINT_NAMES else 5
     program = program_of(name, 3, microbatches)
-    early, ends = prefix_before_loss(program)
+    prefix, ends = prefix_before_loss(program)
     for lead in (TO_THE_END, 1):
         run(Train(program, steps=2), lead)
-        run(Train(early, steps=2, ends=ends), lead)
+        run(Train(prefix, steps=2, ends=ends), lead)
         run(
             Train(
                 program_of(name, 3, microbatches, length_on_arrival=True),
@@ -64,12 +64,12 @@ def waits_for_another(changed: Change) -> None:
     changed.setattr(Transport, "wait", wait)
 
 
-def orders_only(changed: Change, *, sent: bool) -> None:
+def orders_only(changed: Change, *, is_send: bool) -> None:
     """Have streams wait for the compute stream at sends, or at receives, once passes have begun."""
     order = Distributed.order
 
     def of_one_kind(self: Distributed, group: Group, *, sends: bool) -> None:
-        if sends == sent or not group.device.lead:
+        if sends == is_send or not group.device.lead:
             order(self, group, sends=sends)
 
     changed.setattr(Distributed, "order", of_one_kind)
@@ -77,7 +77,7 @@ def orders_only(changed: Change, *, sent: bool) -> None:
 
 def keeps_nothing_sent(changed: Change) -> None:
     add = _PolledSends.add
-    changed.setattr(_PolledSends, "add", lambda self, sent: add(self, sent._replace(tensor=None)))
+    changed.setattr(_PolledSends, "add", lambda self, send: add(self, send._replace(tensor=None)))
 
 
 def forgets_the_last_length(changed: Change) -> None:
@@ -93,9 +93,9 @@ def forgets_the_last_length(changed: Change) -> None:
 def releases_without_a_wait(changed: Change) -> None:
     def release(self: _PolledSends, message: Message) -> None:
         queue = self._left.get(Edge.of(message), ())
-        for at, sent in enumerate(queue):
-            if sent.message == message:
-                queue[at] = sent._replace(tensor=None)  # type: ignore[index]
+        for index, send in enumerate(queue):
+            if send.message == message:
+                queue[index] = send._replace(tensor=None)  # type: ignore[index]
 
     changed.setattr(_PolledSends, "release", release)
 
@@ -106,8 +106,8 @@ def releases_what_is_sent_next_too(changed: Change) -> None:
     def too_much(self: _PolledSends, message: Message) -> None:
         release(self, message)
         for queue in self._left.values():
-            for at, sent in enumerate(queue):
-                queue[at] = sent._replace(tensor=None)
+            for index, send in enumerate(queue):
+                queue[index] = send._replace(tensor=None)
 
     changed.setattr(_PolledSends, "release", too_much)
 
