@@ -42,9 +42,9 @@ class AbsentModule(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = AbsentModule(name) if name.islower() else AbsentClass(name, (), {})
-        setattr(self, name, made)
-        return made
+        attribute = AbsentModule(name) if name.islower() else AbsentClass(name, (), {})
+        setattr(self, name, attribute)
+        return attribute
 
 
 def stand_in() -> None:
@@ -64,8 +64,8 @@ def stand_in() -> None:
     ) -> Any:
         importer = (globals or {}).get("__name__") or ""
         if level == 0 and importer.startswith("megatron.bridge") and name.startswith(ABSENT):
-            found = module(name)
-            return found if fromlist else module(name.partition(".")[0])
+            imported = module(name)
+            return imported if fromlist else module(name.partition(".")[0])
         return real(name, globals, locals, fromlist, level)
 
     # What these do for a model that modelopt has not changed.
@@ -99,8 +99,8 @@ def named(chunk: Any) -> Iterator[tuple[str, Any]]:
     for name, parameter in chunk.named_parameters():
         parts = name.split(".")
         if "layers" in parts:
-            at = parts.index("layers") + 1
-            parts[at] = str(chunk.decoder.layers[int(parts[at])].layer_number)
+            position = parts.index("layers") + 1
+            parts[position] = str(chunk.decoder.layers[int(parts[position])].layer_number)
         if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
             parts = ["embedding", "word_embeddings", "weight"]
         yield ".".join(parts), parameter
@@ -137,7 +137,7 @@ def lora() -> Any:
     return FilledLoRA(dim=4, alpha=8)
 
 
-def configuration(given: argparse.Namespace) -> Any:
+def configuration(options: argparse.Namespace) -> Any:
     """Return Bridge's configuration of the run."""
     import torch
     from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
@@ -150,44 +150,44 @@ def configuration(given: argparse.Namespace) -> Any:
         num_attention_heads=4,
         seq_length=32,
         vocab_size=128,
-        pipeline_model_parallel_size=given.pipeline,
+        pipeline_model_parallel_size=options.pipeline,
         pipeline_dtype=torch.float32,
         params_dtype=torch.float32,
         transformer_layer_spec=local_layer_spec,
         transformer_impl="local",
         position_embedding_type="rope",
-        share_embeddings_and_output_weights=given.tied,
+        share_embeddings_and_output_weights=options.tied,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         persist_layer_norm=False,
         cross_entropy_loss_fusion=False,
-        account_for_embedding_in_pipeline_split=given.counts_ends,
-        account_for_loss_in_pipeline_split=given.counts_ends,
-        **{f"{each}_fusion": False for each in fusions.split()},
+        account_for_embedding_in_pipeline_split=options.counts_ends,
+        account_for_loss_in_pipeline_split=options.counts_ends,
+        **{f"{fusion}_fusion": False for fusion in fusions.split()},
     )
     model.register_pre_wrap_hook(fill)
     return c.ConfigContainer(
         model=model,
-        train=c.TrainingConfig(train_iters=given.steps, global_batch_size=8, micro_batch_size=1),
-        validation=c.ValidationConfig(eval_interval=given.steps, eval_iters=1),
+        train=c.TrainingConfig(train_iters=options.steps, global_batch_size=8, micro_batch_size=1),
+        validation=c.ValidationConfig(eval_interval=options.steps, eval_iters=1),
         optimizer=c.OptimizerConfig(
             optimizer="adam",
             lr=1e-3,
             min_lr=1e-3,
             weight_decay=0.0,
             clip_grad=1.0,
-            use_distributed_optimizer=given.distributed_optimizer,
+            use_distributed_optimizer=options.distributed_optimizer,
         ),
         scheduler=c.SchedulerConfig(
             lr_decay_style="constant",
             lr_warmup_iters=0,
-            lr_decay_iters=given.steps,
+            lr_decay_iters=options.steps,
             start_weight_decay=0.0,
             end_weight_decay=0.0,
             weight_decay_incr_style="constant",
         ),
         ddp=c.DistributedDataParallelConfig(
-            use_distributed_optimizer=given.distributed_optimizer,
+            use_distributed_optimizer=options.distributed_optimizer,
             overlap_grad_reduce=False,
             overlap_param_gather=False,
         ),
@@ -205,13 +205,13 @@ def configuration(given: argparse.Namespace) -> Any:
         ),
         tokenizer=c.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=127),
         logger=c.LoggerConfig(log_interval=1, tensorboard_dir=None),
-        peft=lora() if given.adapts else None,
+        peft=lora() if options.adapts else None,
         checkpoint=c.CheckpointConfig(
-            save=given.saves_in,
+            save=options.saves_in,
             save_interval=2,
-            load=given.resumes,
-            ckpt_step=2 if given.resumes else None,
-            pretrained_checkpoint=given.adapts,
+            load=options.resumes,
+            ckpt_step=2 if options.resumes else None,
+            pretrained_checkpoint=options.adapts,
         ),
         rng=c.RNGConfig(seed=1234),
     )
@@ -233,7 +233,7 @@ def main() -> None:
     parser.add_argument("--saves-in", help="a folder, for a checkpoint every two steps")
     parser.add_argument("--resumes", help="a folder with checkpoints; goes on after two steps")
     parser.add_argument("--adapts", help="the same, whose model LoRA adapts")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
 
     from megatron_vshape.mcore import cpu
 
@@ -245,10 +245,10 @@ def main() -> None:
     import megatron_vshape
 
     def register() -> None:
-        options = {"costs_file": given.costs, "layer_split": given.layer_split}
-        megatron_vshape.register(schedule=given.schedule, **options)
+        options = {"costs_file": arguments.costs, "layer_split": arguments.layer_split}
+        megatron_vshape.register(schedule=arguments.schedule, **options)
 
-    if given.schedule and not given.late:
+    if arguments.schedule and not arguments.late:
         register()
     stand_in()
     without_all_models()
@@ -257,28 +257,30 @@ def main() -> None:
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 
-    if given.schedule and given.late:
+    if arguments.schedule and arguments.late:
         register()
-    kept: dict[str, Any] = {"steps": [], "evaluations": [], "parameters": {}}
+    record: dict[str, Any] = {"steps": [], "evaluations": [], "parameters": {}}
 
     def step_ended(context: Any) -> None:
         if context.loss_dict:
             loss = context.loss_dict["lm loss"].item()
-            kept["steps"].append((loss, float(context.grad_norm)))
+            record["steps"].append((loss, float(context.grad_norm)))
         for chunk in context.model:
             while hasattr(chunk, "module"):
                 chunk = chunk.module
-            kept["parameters"] |= {name: each.detach().clone() for name, each in named(chunk)}
+            record["parameters"] |= {
+                name: parameter.detach().clone() for name, parameter in named(chunk)
+            }
 
     def evaluation_ended(context: Any) -> None:
         if context.total_loss_dict:
-            kept["evaluations"].append(float(context.total_loss_dict["lm loss"]))
+            record["evaluations"].append(float(context.total_loss_dict["lm loss"]))
 
     callbacks = CallbackManager()
     callbacks.register("on_train_step_end", step_ended)
     callbacks.register("on_eval_end", evaluation_ended)
-    pretrain(configuration(given), forward_step, callbacks=callbacks)
-    torch.save(kept, f"{given.folder}/{os.environ['RANK']}.pt")
+    pretrain(configuration(arguments), forward_step, callbacks=callbacks)
+    torch.save(record, f"{arguments.folder}/{os.environ['RANK']}.pt")
 
 
 if __name__ == "__main__":

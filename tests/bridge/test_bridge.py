@@ -60,20 +60,22 @@ def train(folder: Path, *options: str) -> Learnt:
         timeout=600,
     )
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-6000:]
-    kept: list[Any] = [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
-    reads = next(each for each in kept if each["steps"])  # one rank of a pipeline has the losses
-    parameters = {name: value for each in kept for name, value in each["parameters"].items()}
+    records: list[Any] = [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+    reads = next(
+        record for record in records if record["steps"]
+    )  # one rank of a pipeline has the losses
+    parameters = {name: value for record in records for name, value in record["parameters"].items()}
     return Learnt(reads["steps"], reads["evaluations"], parameters, ended.stdout + ended.stderr)
 
 
-def same(one: Learnt, other: Learnt, steps: int = 3) -> None:
-    assert len(one.steps) == steps
-    for ours, theirs in zip(one.steps, other.steps, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-6)
-    assert one.evaluations == pytest.approx(other.evaluations, rel=1e-6)
-    assert one.parameters.keys() == other.parameters.keys()
-    for name, value in one.parameters.items():
-        torch.testing.assert_close(value, other.parameters[name], rtol=1e-5, atol=1e-6)
+def assert_runs_equal(run: Learnt, expected_run: Learnt, steps: int = 3) -> None:
+    assert len(run.steps) == steps
+    for step, expected_step in zip(run.steps, expected_run.steps, strict=True):
+        assert step == pytest.approx(expected_step, rel=1e-6)
+    assert run.evaluations == pytest.approx(expected_run.evaluations, rel=1e-6)
+    assert run.parameters.keys() == expected_run.parameters.keys()
+    for name, value in run.parameters.items():
+        torch.testing.assert_close(value, expected_run.parameters[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -83,27 +85,29 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Learnt:
 
 @pytest.mark.parametrize("schedule", ["v-half", "v-zb", "zb-h1"])
 def test_by_name(tmp_path: Path, plain: Learnt, schedule: str) -> None:
-    same(train(tmp_path / "run", "--schedule", schedule), plain)
+    assert_runs_equal(train(tmp_path / "run", "--schedule", schedule), plain)
 
 
 def test_registered_when_bridge_is_imported_already(tmp_path: Path, plain: Learnt) -> None:
-    same(train(tmp_path / "run", "--schedule", "v-half", "--late"), plain)
+    assert_runs_equal(train(tmp_path / "run", "--schedule", "v-half", "--late"), plain)
 
 
 def test_a_plan_for_costs(tmp_path: Path, plain: Learnt) -> None:
     costs = tmp_path / "costs.json"
     costs.write_text(Costs.uniform(4, 8, 100, 130, 90, 5).to_json())
-    same(train(tmp_path / "run", "--schedule", "auto", "--costs", str(costs)), plain)
+    assert_runs_equal(train(tmp_path / "run", "--schedule", "auto", "--costs", str(costs)), plain)
 
 
 def test_a_schedule_file(tmp_path: Path, plain: Learnt) -> None:
     file = tmp_path / "plan.json"
     file.write_text(make("v-min", 4, 8).to_json())
-    same(train(tmp_path / "run", "--schedule", str(file)), plain)
+    assert_runs_equal(train(tmp_path / "run", "--schedule", str(file)), plain)
 
 
 def test_the_distributed_optimizer(tmp_path: Path, plain: Learnt) -> None:
-    same(train(tmp_path / "run", "--schedule", "v-half", "--distributed-optimizer"), plain)
+    assert_runs_equal(
+        train(tmp_path / "run", "--schedule", "v-half", "--distributed-optimizer"), plain
+    )
 
 
 class Saved(NamedTuple):
@@ -124,8 +128,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Saved]:
     runs = {}
     for schedule in (None, "v-half"):
         folder = tmp_path_factory.mktemp("saved")
-        asked = () if schedule is None else ("--schedule", schedule)
-        learnt = train(folder / "run", *FOUR_STEPS, "--saves-in", str(folder / "all"), *asked)
+        schedule_options = () if schedule is None else ("--schedule", schedule)
+        learnt = train(
+            folder / "run", *FOUR_STEPS, "--saves-in", str(folder / "all"), *schedule_options
+        )
         runs[schedule] = Saved(learnt, str(folder / "all"))
     return runs
 
@@ -140,42 +146,44 @@ def test_resumed_from_its_checkpoint_a_run_goes_on_as_if_it_had_not_ended(
     resumes: str | None,
 ) -> None:
     """Whichever schedule has saved it, and whichever goes on."""
-    whole, folder = saved[saves]
-    same(whole, saved[None].learnt, steps=4)
-    asked = () if resumes is None else ("--schedule", resumes)
-    learnt = train(tmp_path / "run", *FOUR_STEPS, "--resumes", folder, *asked)
-    same(learnt, whole._replace(steps=whole.steps[2:]), steps=2)
+    uninterrupted, folder = saved[saves]
+    assert_runs_equal(uninterrupted, saved[None].learnt, steps=4)
+    schedule_options = () if resumes is None else ("--schedule", resumes)
+    learnt = train(tmp_path / "run", *FOUR_STEPS, "--resumes", folder, *schedule_options)
+    assert_runs_equal(learnt, uninterrupted._replace(steps=uninterrupted.steps[2:]), steps=2)
 
 
 @pytest.mark.parametrize("pretrains", [None, "v-half"])
 def test_lora(tmp_path: Path, saved: dict[str | None, Saved], pretrains: str | None) -> None:
     """Bridge's adapters, which it adds when the chunks are built; what they adapt is frozen."""
     options = "--adapts", saved[pretrains].folder, "--pipeline", "2", "--distributed-optimizer"
-    own = train(tmp_path / "own", *options)
-    ours = train(tmp_path / "ours", *options, "--schedule", "v-half")
-    same(ours, own)
-    before = saved[pretrains].learnt.parameters
-    frozen = {name.replace(".to_wrap", ""): name for name in own.parameters}
-    for name, value in before.items():
-        assert torch.equal(own.parameters[frozen[name]], value)
-    assert own.steps[0] != pytest.approx(own.steps[-1])  # the adapters have learnt
+    megatron_run = train(tmp_path / "own", *options)
+    package_run = train(tmp_path / "ours", *options, "--schedule", "v-half")
+    assert_runs_equal(package_run, megatron_run)
+    pretrained = saved[pretrains].learnt.parameters
+    frozen = {name.replace(".to_wrap", ""): name for name in megatron_run.parameters}
+    for name, value in pretrained.items():
+        assert torch.equal(megatron_run.parameters[frozen[name]], value)
+    assert megatron_run.steps[0] != pytest.approx(
+        megatron_run.steps[-1]
+    )  # the adapters have learnt
 
 
 def test_lora_is_resumed(tmp_path: Path, saved: dict[str | None, Saved]) -> None:
     adapters = str(tmp_path / "adapters")
     options = *FOUR_STEPS, "--adapts", saved[None].folder, "--schedule", "v-half"
-    whole = train(tmp_path / "whole", *options, "--saves-in", adapters)
+    uninterrupted = train(tmp_path / "whole", *options, "--saves-in", adapters)
     learnt = train(tmp_path / "rest", *options, "--resumes", adapters)
-    same(learnt, whole._replace(steps=whole.steps[2:]), steps=2)
+    assert_runs_equal(learnt, uninterrupted._replace(steps=uninterrupted.steps[2:]), steps=2)
 
 
 def test_tied_embeddings(tmp_path: Path) -> None:
-    own = train(tmp_path / "own", "--tied")
-    same(train(tmp_path / "run", "--tied", "--schedule", "v-zb"), own)
+    megatron_run = train(tmp_path / "own", "--tied")
+    assert_runs_equal(train(tmp_path / "run", "--tied", "--schedule", "v-zb"), megatron_run)
 
 
 def test_options_made_for_its_own_schedules_are_translated(tmp_path: Path, plain: Learnt) -> None:
     """Two layers less among the ends: 8 + 2 do not divide by 8 stages, and the log says so."""
     learnt = train(tmp_path / "run", "--schedule", "v-half", "--counts-ends")
     assert "account_for_embedding_in_pipeline_split, account_for_loss" in learnt.output
-    same(learnt, plain)
+    assert_runs_equal(learnt, plain)

@@ -88,7 +88,7 @@ def inject(farm: Farm, tmp_path: Path) -> Inject:
     """Return a function that trains on four ranks with faults in them."""
 
     def run(faults: list[dict[str, Any]], *arguments: str, timeout_s: float = 120.0) -> Ended:
-        given = [fault | {"note": str(tmp_path / "struck")} for fault in faults]
-        return farm.run(4, *arguments, timeout_s=timeout_s, plugin=INJECTION, given=given)
+        noted_faults = [fault | {"note": str(tmp_path / "struck")} for fault in faults]
+        return farm.run(4, *arguments, timeout_s=timeout_s, plugin=INJECTION, given=noted_faults)
 
     return run

@@ -52,8 +52,10 @@ def _wrap_pass(fault: dict[str, Any]) -> None:
             steps.append(step)
         times = fault.get("times", 1)
         in_time = fault["step"] <= len(steps) < fault["step"] + times
-        at = number[0] if owner is SharedVocabulary else stage.stage  # a rank has one such pass
-        if not in_time or (at, microbatch) != number:
+        stage_index = (
+            number[0] if owner is SharedVocabulary else stage.stage
+        )  # a rank has one such pass
+        if not in_time or (stage_index, microbatch) != number:
             return original(stage, microbatch, *args)
         return IN_PASS[fault["what"]](fault, functools.partial(original, stage, microbatch), *args)
 
@@ -86,8 +88,8 @@ def _raise_in_the_loss(fault: dict[str, Any], run: Callable[..., Any], *args: An
     stage = run.args[0]  # of the partial made in `_wrap_pass`
     original = stage.step.forward_step
 
-    def forward_step(*given: Any) -> Any:
-        output, _ = original(*given)
+    def forward_step(*arguments: Any) -> Any:
+        output, _ = original(*arguments)
         return output, functools.partial(_raise, fault, _raise)
 
     stage.step.forward_step = forward_step
@@ -118,14 +120,14 @@ def _at_file(fault: dict[str, Any]) -> None:
     """Strike where a file is opened to be written whose path holds fault["file"]."""
     original = io.open
     pid = os.getpid()
-    seen: list[str] = []
+    opened_paths: list[str] = []
 
     @functools.wraps(original)
     def opened(path: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
         if not {"w", "x", "a"} & set(mode) or fault["file"] not in str(path):
             return original(path, mode, *args, **options)
-        seen.append(str(path))
-        if len(seen) <= fault.get("skip", 0):
+        opened_paths.append(str(path))
+        if len(opened_paths) <= fault.get("skip", 0):
             return original(path, mode, *args, **options)
         original(path, mode, *args, **options).close()  # what was there is gone by then
         Path(fault["note"]).touch()

@@ -44,9 +44,9 @@ def main() -> None:
     schedule = make("v-half", RANKS, MICROBATCHES)
     program = lower(schedule, simulate(schedule))
     for device in range(RANKS):
-        for each in program.instructions[device]:
-            if isinstance(each, Run):
-                print(json.dumps(_case(program, device, each.work)), flush=True)
+        for instruction in program.instructions[device]:
+            if isinstance(instruction, Run):
+                print(json.dumps(_case(program, device, instruction.work)), flush=True)
 
 
 def _case(program: Program, victim: int, work: Pass) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _case(program: Program, victim: int, work: Pass) -> dict[str, Any]:
             "device": victim,
             "pass": str(work),
             "codes": codes,
-            "said": [each.read_text() if each.exists() else "" for each in said],
+            "said": [note.read_text() if note.exists() else "" for note in said],
             "seconds": ended_s - struck_s,
         }
 

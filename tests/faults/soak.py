@@ -14,21 +14,21 @@ from typing import Any
 from megatron_vshape.core.model.costs import Costs
 
 
-def start(rank: int, given: dict[str, Any]) -> None:
+def start(rank: int, settings: dict[str, Any]) -> None:
     """Measure every `given["every"]` steps into `given["folder"]`, and plan anew if it can be."""
     import megatron.training.training as training
 
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 
     runners: list[PipelineRunner] = []
-    made = PipelineRunner.__init__
+    original_init = PipelineRunner.__init__
     original = training.train_step
     samples: list[dict[str, Any]] = []
     steps = 0
 
-    @functools.wraps(made)
+    @functools.wraps(original_init)
     def remember(runner: PipelineRunner, *args: Any) -> None:
-        made(runner, *args)
+        original_init(runner, *args)
         runners.append(runner)
 
     @functools.wraps(original)
@@ -36,11 +36,11 @@ def start(rank: int, given: dict[str, Any]) -> None:
         nonlocal steps
         result = original(*args, **options)
         steps += 1
-        if steps % given["every"] == 0:
+        if steps % settings["every"] == 0:
             samples.append({"step": steps} | _measure())
             for runner in runners:
                 samples[-1]["plan"] = _plan_anew(runner, steps)
-            (Path(given["folder"]) / f"soak{rank}.json").write_text(json.dumps(samples))
+            (Path(settings["folder"]) / f"soak{rank}.json").write_text(json.dumps(samples))
         return result
 
     PipelineRunner.__init__ = remember
@@ -51,13 +51,18 @@ def costs(num_stages: int, seed: int) -> Costs:
     """Return costs as if measured: every stage its own, others for every seed."""
     numbers = random.Random(seed)
 
-    def times(least: float, most: float) -> tuple[float, ...]:
-        return tuple(numbers.uniform(least, most) for _ in range(num_stages))
+    def times(low: float, high: float) -> tuple[float, ...]:
+        return tuple(numbers.uniform(low, high) for _ in range(num_stages))
 
-    held = times(2e6, 3e6)
-    after = tuple(each * numbers.uniform(0.3, 0.9) for each in held)
+    held_bytes = times(2e6, 3e6)
+    after_backward_bytes = tuple(num_bytes * numbers.uniform(0.3, 0.9) for num_bytes in held_bytes)
     return Costs(
-        times(50, 150), times(50, 150), times(30, 150), numbers.uniform(1, 60), held, after
+        times(50, 150),
+        times(50, 150),
+        times(30, 150),
+        numbers.uniform(1, 60),
+        held_bytes,
+        after_backward_bytes,
     )
 
 
@@ -76,7 +81,7 @@ def _measure() -> dict[str, int]:
     time.sleep(0.1)  # gloo's thread lets go of what it has summed after the call has returned
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
-        "tensors": sum(1 for each in gc.get_objects() if isinstance(each, torch.Tensor)),
+        "tensors": sum(1 for candidate in gc.get_objects() if isinstance(candidate, torch.Tensor)),
         "files": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "rss": pages * os.sysconf("SC_PAGE_SIZE"),

@@ -88,6 +88,9 @@ def test_an_exception_is_told_with_its_pass(
     assert "InjectedError: the fault of this test\n" in text
     assert f"device {rank} raised this in {work}, {words}\n" in text
     assert f"rank {rank} (device {rank}): in {work}, {words}, in iteration 3" in text
-    for other in {0, 1, 2, 3} - {rank}:
-        assert f"rank {other} (device {other}): " in run.output[other]
-        assert "whose connection failed" in run.output[other] or "after " in run.output[other]
+    for other_rank in {0, 1, 2, 3} - {rank}:
+        assert f"rank {other_rank} (device {other_rank}): " in run.output[other_rank]
+        assert (
+            "whose connection failed" in run.output[other_rank]
+            or "after " in run.output[other_rank]
+        )

@@ -41,13 +41,13 @@ RUN = ("--devices", "2", "--microbatches", "4")
 def _bounded() -> Iterator[None]:
     """Let the process take one GiB more than it has, and one command no longer than SECONDS."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + GIB, before[1]))
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + GIB, limits[1]))
     handlers = {number: signal.signal(number, _too_long) for number in ALARMS}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    resource.setrlimit(resource.RLIMIT_AS, before)
+    resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def _too_long(number: int, frame: object) -> None:
@@ -74,7 +74,7 @@ def command(*arguments: object) -> str:
     """Run the command line here and return what it says; whatever is wrong must be one sentence."""
     out, err = io.StringIO(), io.StringIO()
     with timed(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([str(each) for each in arguments])
+        code = main([str(argument) for argument in arguments])
     said = err.getvalue()
     assert code in (0, 2)
     assert (code == 2) == bool(said), said
@@ -116,19 +116,19 @@ def changed(draw: st.DrawFn, good: Any) -> Any:
     """Draw the value with junk at one to three places of it."""
     value = json.loads(json.dumps(good))
     for _ in range(draw(st.integers(1, 3))):
-        at, inside = value, True
-        while inside:
-            keys = list(at) if isinstance(at, dict) else list(range(len(at)))
+        container, is_inside = value, True
+        while is_inside:
+            keys = list(container) if isinstance(container, dict) else list(range(len(container)))
             if not keys:
                 break
             key = draw(st.sampled_from(keys))
-            inside = isinstance(at[key], dict | list) and draw(st.booleans())
-            if inside:
-                at = at[key]
-            elif draw(st.integers(0, 5)) == 0 and isinstance(at, dict):
-                at[str(draw(JUNK))[:50]] = at.pop(key)
+            is_inside = isinstance(container[key], dict | list) and draw(st.booleans())
+            if is_inside:
+                container = container[key]
+            elif draw(st.integers(0, 5)) == 0 and isinstance(container, dict):
+                container[str(draw(JUNK))[:50]] = container.pop(key)
             else:
-                at[key] = draw(JUNK)
+                container[key] = draw(JUNK)
     return value
 
 
@@ -137,20 +137,20 @@ def damaged(draw: st.DrawFn, text: str) -> bytes:
     """Draw the text cut, with bytes changed, repeated, or with something put into it."""
     data = bytearray(text.encode())
     for _ in range(draw(st.integers(1, 3))):
-        at = draw(st.integers(0, max(0, len(data) - 1)))
+        offset = draw(st.integers(0, max(0, len(data) - 1)))
         change = draw(st.integers(0, 5))
         if change == 0:
-            del data[at:]
+            del data[offset:]
         elif change == 1:
-            data[at : at + 1] = draw(st.binary(max_size=4))
+            data[offset : offset + 1] = draw(st.binary(max_size=4))
         elif change == 2:
-            data[at:at] = draw(st.sampled_from(PIECES))
+            data[offset:offset] = draw(st.sampled_from(PIECES))
         elif change == 3:
-            del data[at : at + draw(st.integers(1, 40))]
+            del data[offset : offset + draw(st.integers(1, 40))]
         elif change == 4:
-            data += data[at:][:40_000] * draw(st.sampled_from([1, 3, 1000]))
+            data += data[offset:][:40_000] * draw(st.sampled_from([1, 3, 1000]))
         else:
-            data[at:at] = data[at // 2 : at]
+            data[offset:offset] = data[offset // 2 : offset]
         del data[40_000_000:]
     return bytes(data)
 
@@ -184,7 +184,9 @@ def nothing_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
 SWEEP_FILES = {"sweep": SWEEP, "model": MODEL, "cluster": CLUSTER}
 
 
-both = pytest.mark.parametrize("number", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+in_both_numbers = pytest.mark.parametrize(
+    "number", [FEW, pytest.param(MANY, marks=pytest.mark.slow)]
+)
 
 
 def for_all(number: int, drawn: st.SearchStrategy[Any], check: Callable[[Any], None]) -> None:
@@ -203,7 +205,7 @@ def for_all(number: int, drawn: st.SearchStrategy[Any], check: Callable[[Any], N
     run()
 
 
-@both
+@in_both_numbers
 def test_schedule_files(number: int, tmp_path: Path, tally: Tally) -> None:
     tally("hostile schedule files", number)
 
@@ -212,13 +214,13 @@ def test_schedule_files(number: int, tmp_path: Path, tally: Tally) -> None:
         path.write_bytes(data)
         command("schedule", path)
 
-    json_files = [drawn_file(json.loads(each.to_json()), json.dumps) for each in SCHEDULES]
-    csv_files = [damaged(each.to_csv()) for each in SCHEDULES]
+    json_files = [drawn_file(json.loads(schedule.to_json()), json.dumps) for schedule in SCHEDULES]
+    csv_files = [damaged(schedule.to_csv()) for schedule in SCHEDULES]
     for_all(4 * number // 5, st.one_of(json_files), lambda data: check("schedule.json", data))
     for_all(number // 5, st.one_of(csv_files), lambda data: check("schedule.csv", data))
 
 
-@both
+@in_both_numbers
 def test_costs_files(number: int, tmp_path: Path, tally: Tally) -> None:
     tally("hostile costs files", number)
     path = tmp_path / "costs.json"
@@ -240,7 +242,7 @@ def write_good(folder: Path) -> None:
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(value))
 
 
-@both
+@in_both_numbers
 def test_sweep_files(number: int, tmp_path: Path, tally: Tally) -> None:
     tally("hostile sweep, model and cluster files", number)
     (tmp_path / "costs.json").write_text(COSTS.to_json())
@@ -313,10 +315,10 @@ HOSTILE_DATABASES = {
 @pytest.mark.parametrize("what", HOSTILE_DATABASES)
 def test_results_files(what: str, tmp_path: Path, tally: Tally) -> None:
     tally("hostile results files")
-    it = expand(load_sample(tmp_path)).possible[0]
+    config = expand(load_sample(tmp_path)).possible[0]
     path = tmp_path / "results.db"
     with open_results(path) as results:
-        results.record("a", "test", Result(it, Outcome(Status.OK, 1.0), None, None, 1.0, None))
+        results.record("a", "test", Result(config, Outcome(Status.OK, 1.0), None, None, 1.0, None))
     with contextlib.closing(sqlite3.connect(path)) as connection:
         connection.executescript(HOSTILE_DATABASES[what])
         connection.commit()
@@ -334,5 +336,5 @@ def test_nothing_that_comes_from_a_file_is_unpickled_or_run() -> None:
     """Workers of one server and ranks of one job exchange pickles; torch.load is Megatron's."""
     unsafe = re.compile(r"pickle\.load|torch\.load|marshal|shelve|yaml\.(unsafe|full)|\beval\(")
     package = Path(megatron_vshape.__file__).parent
-    found = {path.name for path in package.rglob("*.py") if unsafe.search(path.read_text())}
-    assert found <= {"worker.py", "losses.py", "one_planner.py"}
+    names = {path.name for path in package.rglob("*.py") if unsafe.search(path.read_text())}
+    assert names <= {"worker.py", "losses.py", "one_planner.py"}

@@ -39,7 +39,11 @@ TOLD = re.compile(
 def passes(device: int, kind: Kind) -> list[Pass]:
     """Return the passes of a kind that a device runs, in order; a W that stands with B is in BW."""
     program = Planner(ScheduleChoice(4, "v-half")).plan_step(8).program
-    runs = [each.work for each in program.instructions[device] if isinstance(each, Run)]
+    runs = [
+        instruction.work
+        for instruction in program.instructions[device]
+        if isinstance(instruction, Run)
+    ]
     return [work for work in runs if work.kind is kind]
 
 
@@ -53,23 +57,23 @@ def assert_others_told(run: Ended, killed: int, folder: Path) -> float:
     assert run.codes == [-9 if rank == killed else 1 for rank in range(4)]
     for rank, text in enumerate(run.output):
         if rank != killed:
-            told = TOLD.findall(text)
-            assert told, text[-2000:]
-            assert {number for number, _ in told} == {str(rank)}
+            reports = TOLD.findall(text)
+            assert reports, text[-2000:]
+            assert {number for number, _ in reports} == {str(rank)}
             assert "in iteration 4" in text
     return max(run.ended_s) - struck_s
 
 
 def assert_continues(
-    farm: Farm, whole: Ended, folder: Path, form: str = PLAIN, lost: int = 3
+    farm: Farm, complete_run: Ended, folder: Path, form: str = PLAIN, num_lost: int = 3
 ) -> None:
     """Check that a restart from `folder` does the last `lost` steps of `whole`, bit by bit."""
-    again = farm.run(4, *FIVE, "--load", str(folder), "--ckpt-format", form).check()
+    resumed_run = farm.run(4, *FIVE, "--load", str(folder), "--ckpt-format", form).check()
     for key in ("losses", "grad_norms"):
-        assert again.record[key] == whole.record[key][-lost:]
-    mine, theirs = again.merged("parameters"), whole.merged("parameters")
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+        assert resumed_run.record[key] == complete_run.record[key][-num_lost:]
+    resumed, complete = resumed_run.merged("parameters"), complete_run.merged("parameters")
+    assert resumed.keys() == complete.keys()
+    assert all(torch.equal(resumed[name], complete[name]) for name in complete)
 
 
 def test_a_killed_rank_ends_the_run_and_a_restart_continues_bitwise(
@@ -84,15 +88,15 @@ def test_a_killed_rank_ends_the_run_and_a_restart_continues_bitwise(
 
 
 KILLED = [
-    (kind, device, at)
+    (kind, device, position)
     for kind in (*PARTS, Kind.BW)
-    for device, at in ((0, "first"), (1, "middle"), (3, "last"))
+    for device, position in ((0, "first"), (1, "middle"), (3, "last"))
     if passes(device, kind)  # some devices run no BW
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "device", "at"), KILLED)
+@pytest.mark.parametrize(("kind", "device", "position"), KILLED)
 def test_killed_in_each_kind_of_pass(
     farm: Farm,
     train: Callable[..., Ended],
@@ -101,15 +105,15 @@ def test_killed_in_each_kind_of_pass(
     tmp_path: Path,
     kind: Kind,
     device: int,
-    at: str,
+    position: str,
 ) -> None:
-    found = passes(device, kind)
-    work = found[{"first": 0, "middle": len(found) // 2, "last": -1}[at]]
+    passes_of_kind = passes(device, kind)
+    work = passes_of_kind[{"first": 0, "middle": len(passes_of_kind) // 2, "last": -1}[position]]
     saved = tmp_path / "saved"
     run = inject([kill(work, device)], *FIVE, *EVERY_TWO, PLAIN, "--save", str(saved))
     seconds = assert_others_told(run, device, tmp_path)
     tally(f"SIGKILL in {kind} of Megatron's model", note=f"{seconds:.2f} s")
-    if at == "middle":
+    if position == "middle":
         tally(f"restart after SIGKILL in {kind}")
         assert_continues(farm, train(4, *FIVE), saved)
 
@@ -133,14 +137,16 @@ def test_killed_in_a_forward_that_runs_before_its_step(
     assert run.codes == [-9 if rank == device else 1 for rank in range(4)]
     for rank, text in enumerate(run.output):
         if rank != device:
-            assert {found for found, _ in TOLD.findall(text)} == {str(rank)}, text[-2000:]
+            assert {reported_rank for reported_rank, _ in TOLD.findall(text)} == {str(rank)}, text[
+                -2000:
+            ]
     assert max(run.ended_s) - float((tmp_path / "struck").read_text()) < 30
-    whole = farm.run(4, *AHEAD).check()
-    assert "post-validation: 2 steps made" in whole.output[0]
-    again = farm.run(4, *AHEAD, "--load", str(saved), "--ckpt-format", PLAIN).check()
-    assert again.record["losses"] == whole.record["losses"][-3:]
-    mine, theirs = again.merged("parameters"), whole.merged("parameters")
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    complete_run = farm.run(4, *AHEAD).check()
+    assert "post-validation: 2 steps made" in complete_run.output[0]
+    resumed_run = farm.run(4, *AHEAD, "--load", str(saved), "--ckpt-format", PLAIN).check()
+    assert resumed_run.record["losses"] == complete_run.record["losses"][-3:]
+    resumed, complete = resumed_run.merged("parameters"), complete_run.merged("parameters")
+    assert all(torch.equal(resumed[name], complete[name]) for name in complete)
 
 
 @pytest.mark.slow
@@ -173,11 +179,11 @@ def test_killed_under_torchrun(tally: Tally, tmp_path: Path) -> None:
     """The agent ends the others with SIGTERM, mostly before they notice; each still tells."""
     tally("SIGKILL under torchrun")
     fault = kill(passes(0, Kind.F)[5], 0) | {"note": str(tmp_path / "struck")}
-    given = tmp_path / "faults.json"
-    given.write_text(json.dumps([fault]))
+    faults_file = tmp_path / "faults.json"
+    faults_file.write_text(json.dumps([fault]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "4", "--redirects", "3", "--log-dir", str(tmp_path / "logs")]
-    command += [str(INJECTION.with_name("injected_script.py")), str(given), *MODEL]
+    command += [str(INJECTION.with_name("injected_script.py")), str(faults_file), *MODEL]
     command += ["--pipeline-model-parallel-size", "4", *FIVE]
     command += [*EVERY_TWO, PLAIN, "--save", str(tmp_path / "saved")]  # no writers are left behind
     environment = os.environ | {
@@ -195,9 +201,9 @@ def test_killed_under_torchrun(tally: Tally, tmp_path: Path) -> None:
     for path in sorted((tmp_path / "logs").rglob("std*.log")):
         logs[path.parent.name] += path.read_text()
     for rank in "123":
-        told = TOLD.findall(logs[rank])
-        assert told, logs[rank][-2000:]
-        assert {number for number, _ in told} == {rank}
+        reports = TOLD.findall(logs[rank])
+        assert reports, logs[rank][-2000:]
+        assert {number for number, _ in reports} == {rank}
     by_signal = sum("when SIGTERM ended it" in text for text in logs.values())
     tally("SIGKILL under torchrun", 0, f"{seconds:.1f} s, {by_signal} ended by the agent")
 
@@ -229,10 +235,10 @@ def test_ranks_that_share_a_vocabulary_do_not_wait_for_one_that_is_gone(
     assert max(run.ended_s) - began_s < 90
     tally(f"{what} of a shared vocabulary", note=note)
     expected = -9 if fault == "kill" else 1
-    others = [code for rank, code in enumerate(run.codes) if rank != 1]
-    assert others == [1] * 3
+    other_codes = [code for rank, code in enumerate(run.codes) if rank != 1]
+    assert other_codes == [1] * 3
     assert run.codes[1] == expected or fault == "stall"  # that one may still sleep
-    told = [text for rank, text in enumerate(run.output) if rank != 1 or fault == "raise"]
-    assert all("in iteration 2" in text for text in told)
+    texts = [text for rank, text in enumerate(run.output) if rank != 1 or fault == "raise"]
+    assert all("in iteration 2" in text for text in texts)
     if fault == "stall":
-        assert any("and nothing has moved for 10 s" in text for text in told)
+        assert any("and nothing has moved for 10 s" in text for text in texts)

@@ -27,8 +27,8 @@ def soak(farm: Farm, steps: int, every: int, folder: Path, *arguments: str) -> E
     """Train so many steps, measured every so many."""
     folder.mkdir()
     flags = [*SMALL.split(), UNTIED, "--train-iters", str(steps), *arguments]
-    given = {"every": every, "folder": str(folder)}
-    return farm.run(RANKS, *flags, plugin=SOAK, given=given, timeout_s=300 + 4 * steps).check()
+    settings = {"every": every, "folder": str(folder)}
+    return farm.run(RANKS, *flags, plugin=SOAK, given=settings, timeout_s=300 + 4 * steps).check()
 
 
 def samples(folder: Path, rank: int) -> list[dict[str, Any]]:
@@ -43,28 +43,35 @@ def test_soak(farm: Farm, tally: Tally, tmp_path: Path, steps: int, every: int) 
     file = tmp_path / "costs.json"
     file.write_text(costs(2 * RANKS, seed=0).to_json())
     auto = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file))
-    ours = soak(farm, steps, every, tmp_path / "auto", *auto)
-    theirs = soak(farm, steps, every, tmp_path / "1f1b", "--pipeline-schedule", "1f1b")
-    mine, yours = ([each["lm loss"] for each in run.record["losses"]] for run in (ours, theirs))
-    assert len(mine) == steps
-    assert mine == yours
+    package_run = soak(farm, steps, every, tmp_path / "auto", *auto)
+    megatron_run = soak(farm, steps, every, tmp_path / "1f1b", "--pipeline-schedule", "1f1b")
+    package_losses, megatron_losses = (
+        [losses["lm loss"] for losses in run.record["losses"]]
+        for run in (package_run, megatron_run)
+    )
+    assert len(package_losses) == steps
+    assert package_losses == megatron_losses
     grown = [_check_flat(samples(tmp_path / "auto", rank)) for rank in range(RANKS)]
-    plans = {tuple(each["plan"] for each in samples(tmp_path / "auto", r)) for r in range(RANKS)}
+    plans = {
+        tuple(sample["plan"] for sample in samples(tmp_path / "auto", r)) for r in range(RANKS)
+    }
     (orders,) = plans  # every rank made the same
     assert len(set(orders)) > len(orders) // 2
     note = f"losses are 1F1B's bits, RSS grew {max(grown):.1%} after the first half"
     tally(f"{steps} steps, {steps // every} plans", 0, note)
 
 
-def _check_flat(taken: list[dict[str, Any]]) -> float:
+def _check_flat(samples: list[dict[str, Any]]) -> float:
     """Return by how much the memory grew in the second half, having checked that nothing else did.
 
     The first sample may still set caches up.
     """
     for what in ("tensors", "files", "threads"):
-        values = [each[what] for each in taken[1:]]
+        values = [sample[what] for sample in samples[1:]]
         assert max(values) == min(values), (what, values)
-    half = len(taken) // 2
-    first, last = (median(each["rss"] for each in part) for part in (taken[:half], taken[half:]))
-    assert last < 1.05 * first, [each["rss"] for each in taken]
+    half = len(samples) // 2
+    first, last = (
+        median(sample["rss"] for sample in part) for part in (samples[:half], samples[half:])
+    )
+    assert last < 1.05 * first, [sample["rss"] for sample in samples]
     return last / first - 1

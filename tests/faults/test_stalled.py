@@ -19,12 +19,12 @@ def test_a_stalled_rank_recovers(
     stall = {"what": "stall", "seconds": seconds, "step": 2}
     faults = [stall | {"rank": 1, "pass": "F1.4"}, stall | {"rank": 3, "pass": "B3.2", "step": 4}]
     run = inject(faults, *FIVE).check()
-    whole = train(4, *FIVE)
+    complete_run = train(4, *FIVE)
     assert run.ended_s[0] > 0
     for key in ("losses", "grad_norms"):
-        assert run.record[key] == whole.record[key]
-    mine, theirs = run.merged("parameters"), whole.merged("parameters")
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+        assert run.record[key] == complete_run.record[key]
+    stalled, complete = run.merged("parameters"), complete_run.merged("parameters")
+    assert all(torch.equal(stalled[name], complete[name]) for name in complete)
 
 
 @pytest.mark.slow
@@ -33,9 +33,9 @@ def test_a_rank_that_stalls_in_a_step_begun_early_recovers(
 ) -> None:
     tally("a rank stalls 3 s in a step begun before the last was validated")
     stall = {"what": "stall", "seconds": 3, "step": 4, "rank": 2, "pass": "F2.1"}
-    run, whole = inject([stall], *AHEAD).check(), farm.run(4, *AHEAD).check()
+    run, complete_run = inject([stall], *AHEAD).check(), farm.run(4, *AHEAD).check()
     assert "post-validation: 2 steps made" in run.output[0]
     for key in ("losses", "grad_norms"):
-        assert run.record[key] == whole.record[key]
-    mine, theirs = run.merged("parameters"), whole.merged("parameters")
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+        assert run.record[key] == complete_run.record[key]
+    stalled, complete = run.merged("parameters"), complete_run.merged("parameters")
+    assert all(torch.equal(stalled[name], complete[name]) for name in complete)

@@ -94,8 +94,8 @@ Start = Callable[[Path, Mapping[str, str]], str]
 
 
 def run(command: list[str], environment: Mapping[str, str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
-    return done.stdout + done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    return process.stdout + process.stderr
 
 
 def write(path: Path, text: str) -> Path:
@@ -108,10 +108,10 @@ def write(path: Path, text: str) -> Path:
 def train(folder: Path, environment: Mapping[str, str]) -> str:
     """scripts/train.sh, in a checkout whose Python environment is made already."""
     files = ("pyproject.toml", "constraints.txt")
-    for each in ("scripts", *files):
-        (folder / each).symlink_to(ROOT / each)
-    made = "".join((ROOT / each).read_text() for each in files)
-    write(folder / ".venv" / ".installed-with-megatron-search-draw", made)
+    for name in ("scripts", *files):
+        (folder / name).symlink_to(ROOT / name)
+    stamp = "".join((ROOT / name).read_text() for name in files)
+    write(folder / ".venv" / ".installed-with-megatron-search-draw", stamp)
     write(folder / ".venv/bin/python", PYTHON.replace("REAL", sys.executable))
     data = folder / "data"
     write(folder / "data.bin", "")
@@ -125,7 +125,7 @@ def slurm(folder: Path, environment: Mapping[str, str]) -> str:
     pytest.importorskip("pydantic")
     write(folder / "bin" / "srun", f"#!/bin/bash\n{SRUN}")
     write(folder / "bin" / "scontrol", "#!/bin/bash\necho here")
-    ours = {
+    slurm_variables = {
         "PATH": f"{folder / 'bin'}{os.pathsep}{environment['PATH']}",
         "PYTHON": sys.executable,
         "RUN_DIR": str(folder),
@@ -135,15 +135,15 @@ def slurm(folder: Path, environment: Mapping[str, str]) -> str:
     }
     batch = ROOT / "scripts" / "slurm" / "pretrain_gpt.sbatch"
     model = ROOT / "configs" / "models" / "gpt_9_6b.yaml"
-    return run(["bash", str(batch), str(model)], {**environment, **ours})
+    return run(["bash", str(batch), str(model)], {**environment, **slurm_variables})
 
 
 def sweep(folder: Path, environment: Mapping[str, str]) -> str:
     """A sweep, whose script may be somebody else's that imports torch first."""
     pytest.importorskip("submitit")
-    theirs = write(folder / "theirs.py", "import torch")
+    script = write(folder / "theirs.py", "import torch")
     cluster = "Cluster.model_construct(nodes=1, devices_per_node=1, backend='gloo')"
-    job = f"Job([{str(theirs)!r}], Path({str(folder)!r}), RunPart(timeout_minutes=1), {cluster})"
+    job = f"Job([{str(script)!r}], Path({str(folder)!r}), RunPart(timeout_minutes=1), {cluster})"
     code = f"from pathlib import Path\nfrom megatron_vshape.tuning.worker import *\nrun_job({job})"
     said = run([sys.executable, "-c", code], environment)
     return said + (folder / "node0.log").read_text()
@@ -155,17 +155,21 @@ def clean(tmp_path: Path) -> dict[str, str]:
     write(tmp_path / "fake/torch/__init__.py", TORCH)
     write(tmp_path / "fake/torch/distributed/__init__.py", "")
     write(tmp_path / "fake/torch/distributed/run.py", TORCHRUN)
-    ours = {*EVERYTHING, *OF_ALLOCATOR}
-    kept = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith("SLURM")}
-    return {**kept, "PYTHONPATH": f"{tmp_path / 'fake'}{os.pathsep}{ROOT}"}
+    package_names = {*EVERYTHING, *OF_ALLOCATOR}
+    inherited = {
+        k: v for k, v in os.environ.items() if k not in package_names and not k.startswith("SLURM")
+    }
+    return {**inherited, "PYTHONPATH": f"{tmp_path / 'fake'}{os.pathsep}{ROOT}"}
 
 
 def found_by(said: str) -> dict[str, str]:
     """Return what of a rank's environment matters here."""
     lines = [line for line in said.splitlines() if line.startswith("ENVIRONMENT")]
     assert len(lines) == 1, said
-    found = json.loads(lines[0].partition(" ")[2])
-    return {name: value for name, value in found.items() if name in {*EVERYTHING, *OF_ALLOCATOR}}
+    environment = json.loads(lines[0].partition(" ")[2])
+    return {
+        name: value for name, value in environment.items() if name in {*EVERYTHING, *OF_ALLOCATOR}
+    }
 
 
 @pytest.mark.parametrize("start", [train, slurm, sweep])
@@ -191,16 +195,25 @@ def megatron(folder: Path, *arguments: str) -> Any:
     program = write(folder / "program.py", PROGRAM.replace("RUNS", repr(RUNS)))
     write(folder / "sitecustomize.py", (ROOT / "megatron_vshape.pth").read_text())
     told_here = (*EVERYTHING, *OF_ALLOCATOR, "PYTEST_CURRENT_TEST")
-    kept = {k: v for k, v in os.environ.items() if k not in told_here}
-    ours = {"WORLD_SIZE": "4", "RANK": "0", "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    inherited = {k: v for k, v in os.environ.items() if k not in told_here}
+    rank_variables = {
+        "WORLD_SIZE": "4",
+        "RANK": "0",
+        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
+    }
     command = [sys.executable, "-W", "ignore", *arguments[:-1], str(program), *arguments[-1:]]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=kept | ours, cwd=folder
+    process = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=inherited | rank_variables,
+        cwd=folder,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    environment, found = json.loads(done.stdout.splitlines()[-1])
+    assert process.returncode == 0, process.stderr[-3000:]
+    environment, findings = json.loads(process.stdout.splitlines()[-1])
     assert environment.pop("PYTHONPATH").startswith(str(folder))
-    return environment, found
+    return environment, findings
 
 
 @pytest.mark.parametrize(
@@ -215,8 +228,8 @@ def test_who_asks_for_no_schedule_finds_all_as_without(
     assert runs == without[1]
 
 
-def options(**given: Any) -> Namespace:
-    return Namespace(**({"tensor_model_parallel_size": 1, "context_parallel_size": 1} | given))
+def options(**values: Any) -> Namespace:
+    return Namespace(**({"tensor_model_parallel_size": 1, "context_parallel_size": 1} | values))
 
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -248,7 +261,9 @@ class Process:
         self.allocator: list[str] = []
         monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", self.allocator.append)
 
-    def complete(self, asked: Namespace, kernels: bool = True, **environ: str) -> dict[str, str]:
+    def complete(
+        self, arguments: Namespace, kernels: bool = True, **environ: str
+    ) -> dict[str, str]:
         """Complete this environment for a schedule, and return it."""
         from megatron_vshape.mcore.setup import environment
 
@@ -256,15 +271,15 @@ class Process:
         self.environ = environ
         pipeline: Any = Namespace(choice=Namespace(name="v-half", kernels=kernels))
         self.made = environment.Environment()
-        self.made.set_variables(asked, pipeline)
+        self.made.set_variables(arguments, pipeline)
         return environ
 
-    def again(self, asked: Namespace, kernels: bool = True) -> None:
+    def again(self, arguments: Namespace, kernels: bool = True) -> None:
         """Do so for a run that is tried again in this process."""
         pipeline: Any = Namespace(choice=Namespace(name="v-half", kernels=kernels))
-        before = self.made.made
-        self.made.set_variables(asked, pipeline)
-        assert self.made.made == before
+        names = self.made.made
+        self.made.set_variables(arguments, pipeline)
+        assert self.made.made == names
 
 
 @pytest.fixture
@@ -283,8 +298,8 @@ def test_a_schedule_has_what_it_needs_and_no_more(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO):
-        found = process.complete(options(**given), kernels)
-    assert found == {name: EVERYTHING[name] for name in names}
+        variables = process.complete(options(**given), kernels)
+    assert variables == {name: EVERYTHING[name] for name in names}
     assert process.allocator == [SEGMENTS] * expands
     (line,) = caplog.messages
     assert line.startswith("set in this process for schedule v-half: ")
@@ -303,7 +318,9 @@ def test_a_librarys_buffers_that_nccl_registers_keep_the_allocator_as_it_is(
     from megatron_vshape.mcore.hooks.session import Session
 
     chosen: Any = Namespace(choice=Namespace(name="v-half", kernels=True))
-    monkeypatch.setattr(core_hooks.configure, "pipeline_from_config", lambda config, asked: chosen)
+    monkeypatch.setattr(
+        core_hooks.configure, "pipeline_from_config", lambda config, options: chosen
+    )
     monkeypatch.setattr(Session, "choose", lambda self, *pipeline: None)
     config = options(pipeline_model_parallel_layout=None)
     for comes_first in (True, False):
@@ -311,7 +328,7 @@ def test_a_librarys_buffers_that_nccl_registers_keep_the_allocator_as_it_is(
         monkeypatch.setattr(os, "environ", environ)
         process.allocator.clear()
         session: Any = Session()
-        post_init = core_hooks.data_parallel_config_post_init(session, lambda each: None)
+        post_init = core_hooks.data_parallel_config_post_init(session, lambda self: None)
         post_init(Namespace(nccl_ub=False))
         if comes_first:
             post_init(Namespace(nccl_ub=True))
@@ -345,10 +362,10 @@ def test_an_engine_that_the_trainer_starts_does_not_inherit_the_loading_mode(
 
 
 def test_what_the_user_has_set_stays(process: Process, caplog: pytest.LogCaptureFixture) -> None:
-    asked = options(tensor_model_parallel_size=2, cuda_graph_impl="transformer_engine")
-    assert process.complete(asked, **OF_THE_USER) == OF_THE_USER
+    arguments = options(tensor_model_parallel_size=2, cuda_graph_impl="transformer_engine")
+    assert process.complete(arguments, **OF_THE_USER) == OF_THE_USER
     assert process.allocator == []
-    assert process.complete(asked, RANK="3") == EVERYTHING | {"RANK": "3"}
+    assert process.complete(arguments, RANK="3") == EVERYTHING | {"RANK": "3"}
     assert caplog.messages == []
 
 
@@ -374,10 +391,10 @@ def test_the_allocator_is_set_after_cuda_has_started_unless_graphs_are_captured(
 ) -> None:
     """NCCL may have read by then whether it registers the buffers of graphs."""
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
-    asked = options(cuda_graph_impl="transformer_engine" if graphs else "none")
-    assert process.complete(asked, CUDA_MODULE_LOADING="EAGER") == {LOADING: "EAGER"}
+    arguments = options(cuda_graph_impl="transformer_engine" if graphs else "none")
+    assert process.complete(arguments, CUDA_MODULE_LOADING="EAGER") == {LOADING: "EAGER"}
     assert process.allocator == ([] if graphs else [SEGMENTS])
-    assert any("start the ranks with" in each for each in caplog.messages) == graphs
+    assert any("start the ranks with" in message for message in caplog.messages) == graphs
 
 
 CHOSEN = """

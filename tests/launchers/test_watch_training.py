@@ -65,11 +65,11 @@ def test_all_of_it(tmp_path: Path) -> None:
 
 
 def test_the_last_lines_of_a_run_that_failed(tmp_path: Path) -> None:
-    ran = watch(tmp_path, "".join(f"line {at}\n" for at in range(100)), 3)
+    ran = watch(tmp_path, "".join(f"line {number}\n" for number in range(100)), 3)
     assert ran.returncode == 3
     assert ran.stderr.splitlines() == [
         "the run failed; the last lines of runs/log.txt:",
-        *(f"line {at}" for at in range(75, 100)),
+        *(f"line {number}" for number in range(75, 100)),
     ]
 
 

@@ -55,9 +55,9 @@ def test_the_command_by_hand_is_called_from_here(tmp_path: Path) -> None:
     scripts = [tmp_path / f"pretrain_{model}.py" for model in ("gpt", "hybrid")]
     for script in scripts:
         script.write_text("pass\n" * 400)
-    found = re.search(r"^`(git .*)`\.$", (PATCHES / "README.md").read_text(), re.MULTILINE)
-    assert found is not None
-    command = found[1].replace("PATH/Megatron-LM", str(tmp_path))
+    match = re.search(r"^`(git .*)`\.$", (PATCHES / "README.md").read_text(), re.MULTILINE)
+    assert match is not None
+    command = match[1].replace("PATH/Megatron-LM", str(tmp_path))
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
     subprocess.run(["bash", "-ec", command], cwd=ROOT, env=environment, check=True)
     assert all("megatron_vshape" in script.read_text() for script in scripts)
@@ -66,8 +66,8 @@ def test_the_command_by_hand_is_called_from_here(tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.tag} {row.file}")
 def test_a_patch_adds_a_few_lines_and_has_no_context(row: Row) -> None:
     _, *files = (PATCHES / row.patch).read_text().split("diff --git ")
-    (own,) = (each for each in files if each.startswith(f"a/{row.file} "))
-    lines = f"diff --git {own}".splitlines()
+    (file_diff,) = (part for part in files if part.startswith(f"a/{row.file} "))
+    lines = f"diff --git {file_diff}".splitlines()
     assert lines[:3] == [
         f"diff --git a/{row.file} b/{row.file}",
         f"--- a/{row.file}",
@@ -75,8 +75,8 @@ def test_a_patch_adds_a_few_lines_and_has_no_context(row: Row) -> None:
     ]
     hunk = re.fullmatch(r"@@ -(\d+),0 \+(\d+),(\d+) @@", lines[3])
     assert hunk is not None
-    before, at, count = map(int, hunk.groups())
-    assert at == before + 1
+    old_start, new_start, count = map(int, hunk.groups())
+    assert new_start == old_start + 1
     assert count == len(lines) - 4 <= 5
     assert all(line.startswith("+") for line in lines[4:])
     added = "\n".join(line[1:] for line in lines[4:])
@@ -94,9 +94,9 @@ def made_up(tmp_path: Path) -> tuple[Path, Path]:
     released = "".join(f"# line {number}\n" for number in range(1, 40))
     (checkout / row.file).write_text(released)
     hunk = (patches / row.patch).read_text().splitlines(keepends=True)[3:]
-    at = int(re.findall(r"\d+", hunk[0])[0])
+    position = int(re.findall(r"\d+", hunk[0])[0])
     lines = released.splitlines(keepends=True)
-    patched = "".join([*lines[:at], *(line[1:] for line in hunk[1:]), *lines[at:]])
+    patched = "".join([*lines[:position], *(line[1:] for line in hunk[1:]), *lines[position:]])
     readme = (patches / "README.md").read_text()
     for old, text in ((row.released, released), (row.patched, patched)):
         readme = readme.replace(old, hashlib.sha256(text.encode()).hexdigest())
@@ -111,13 +111,13 @@ def test_applying_twice_is_once_and_reversing_undoes_it(made_up: tuple[Path, Pat
     file = checkout / rows()[0].file
     released = file.read_text()
     said = [apply(str(checkout), patches=patches) for _ in range(2)]
-    assert [each.returncode for each in said] == [0, 0], said
+    assert [process.returncode for process in said] == [0, 0], said
     assert "is patched now (megatron-lm-0.17.1.patch)" in said[0].stdout
     assert "is as wanted already" in said[1].stdout
     added = set(file.read_text().splitlines()) - set(released.splitlines())
     assert "megatron_vshape.register()" in added
     said = [apply("--reverse", str(checkout), patches=patches) for _ in range(2)]
-    assert [each.returncode for each in said] == [0, 0], said
+    assert [process.returncode for process in said] == [0, 0], said
     assert "is released now" in said[0].stdout
     assert "is as wanted already" in said[1].stdout
     assert file.read_text() == released
@@ -129,14 +129,14 @@ def test_a_file_that_differs_is_left_alone_and_told_in_one_sentence(
     patches, checkout = made_up
     file = checkout / rows()[0].file
     file.write_text(file.read_text() + "# mine\n")
-    before = file.read_text()
+    original_text = file.read_text()
     for arguments in ((str(checkout),), ("--reverse", str(checkout))):
         said = apply(*arguments, patches=patches)
         assert said.returncode == 1
         assert said.stderr.count("\n") == 1
         scripts = "pretrain_gpt.py,pretrain_hybrid.py"
         assert f"{scripts} in {checkout} differ from every release" in said.stderr
-    assert file.read_text() == before
+    assert file.read_text() == original_text
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,8 @@ def train(*script: str) -> list[str]:
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]
     assert "pipeline schedule v-half, 2 ranks, 8 microbatches" in run.stdout
-    found: list[str] = re.findall(r"(?:lm loss|grad norm): ([0-9.E+-]+)", run.stdout)
-    return found
+    values: list[str] = re.findall(r"(?:lm loss|grad norm): ([0-9.E+-]+)", run.stdout)
+    return values
 
 
 def test_a_checkout_trains_patched_and_through_the_launcher(checkout: Path, tmp_path: Path) -> None:

@@ -36,16 +36,16 @@ def environment(**over: str) -> dict[str, str]:
 
 def dry_run(name: str, *flags: str, **over: str) -> list[list[str]]:
     """Return the commands that would run, taken apart."""
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", str(SCRIPT), model(name), *flags],
         capture_output=True,
         text=True,
         timeout=60,
         env=environment(DRY_RUN="1", NODES=str(MODELS[name][0]), **over),
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     # $'...' is bash's, not shlex's; a newline is all that it stands for here.
-    text = re.sub(r"\$'(.*?)(?<!\\)'", lambda found: shlex.quote(found[1]), done.stdout)
+    text = re.sub(r"\$'(.*?)(?<!\\)'", lambda match: shlex.quote(match[1]), process.stdout)
     return [shlex.split(line) for line in text.splitlines() if not line.startswith("#")]
 
 
