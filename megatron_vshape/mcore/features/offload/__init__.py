@@ -46,38 +46,41 @@ class OffloadFeature(Feature):
     def check_stages(self, settings: Settings, stage_map: StageMap) -> None:
         """Reject features whose passes the plans cannot combine with copies."""
         choice = settings.choice
-        other = next((each.flag for each in features() if each.ends(choice)), None)
-        if other and (choice.moves_memory or NAME in choice.enabled):
+        flag = next((feature.flag for feature in features() if feature.ends(choice)), None)
+        if flag and (choice.moves_memory or NAME in choice.enabled):
             raise UnsupportedError(
-                f"{other} does not work with offloading of activations: the combination is not "
+                f"{flag} does not work with offloading of activations: the combination is not "
                 "implemented. Remove one of the two"
             )
 
     def notes(self, pipeline: Pipeline, plan: PlannedStep, local_ranks: int | None) -> str:
         """Return the offloaded memory and, if known, whether the host has enough memory."""
         schedule, costs = plan.schedule, pipeline.planner.costs
-        copies = sum(1 for _ in schedule.moving_passes())
-        if not copies:
+        num_offloaded = sum(1 for _ in schedule.moving_passes())
+        if not num_offloaded:
             return ""
-        every = schedule.num_stages * schedule.num_microbatches
-        line = f"\nactivations of {copies} of {every} microbatches and stages are offloaded"
+        total = schedule.num_stages * schedule.num_microbatches
+        line = f"\nactivations of {num_offloaded} of {total} microbatches and stages are offloaded"
         # Imported here because it imports torch, and the checks run without it.
         from megatron_vshape.runtime.host_memory import free_host_bytes
 
-        free = free_host_bytes(local_ranks)
-        if free is None or costs is None:
+        free_bytes = free_host_bytes(local_ranks)
+        if free_bytes is None or costs is None:
             return line
         if not costs.copies or costs.num_stages != schedule.num_stages:
             return line
-        needed = max(peak_moved(schedule, costs))
-        line += f": at most {needed / GIB:.3f} GiB per rank of {free / GIB:.3f} GiB free per rank"
-        return line + ("" if needed <= free else "; the rest stays in GPU memory")
+        needed_bytes = max(peak_moved(schedule, costs))
+        line += (
+            f": at most {needed_bytes / GIB:.3f} GiB per rank of {free_bytes / GIB:.3f} GiB free "
+            "per rank"
+        )
+        return line + ("" if needed_bytes <= free_bytes else "; the rest stays in GPU memory")
 
     def in_steps(self, runner: PipelineRunner) -> StepFeature:
         """Return the passes that offload and reload."""
-        from megatron_vshape.mcore.features.offload.step import HostMemoryWaiting
+        from megatron_vshape.mcore.features.offload.step import OffloadSteps
 
-        return HostMemoryWaiting(runner.report)
+        return OffloadSteps(runner.report)
 
 
 FEATURE = OffloadFeature()

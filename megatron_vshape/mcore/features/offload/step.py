@@ -26,9 +26,9 @@ class Waiting(StepHook):
 
     def handlers(self) -> Mapping[Kind, Handler]:
         """Return the handlers of the offload passes; memory is counted after RELEASE and RELOAD."""
-        found = self._offload.handlers()
-        markers = {kind: counted(self._state, found[kind]) for kind in (RELEASE, RELOAD)}
-        return found | markers
+        handlers = self._offload.handlers()
+        markers = {kind: counted(self._state, handlers[kind]) for kind in (RELEASE, RELOAD)}
+        return handlers | markers
 
     def ends_forward(self, stage: int, number: int, output: Tensor) -> None:
         """Register the activations of an F; tensors that other passes read are not offloaded."""
@@ -43,7 +43,7 @@ class Waiting(StepHook):
             self._offload.begins_backward(work)
 
 
-class HostMemoryWaiting(StepFeature):
+class OffloadSteps(StepFeature):
     """Owns the host memory and the known sizes of stages across steps."""
 
     def __init__(self, report: RunReport) -> None:
@@ -55,16 +55,16 @@ class HostMemoryWaiting(StepFeature):
     def begin(self, context: StepContext) -> StepHook | None:
         """Create the StepHook that offloads in this step, or return None."""
         choice = context.pipeline.choice
-        waits = context.program.schedule.copies
+        offloads = context.program.schedule.copies
         self._learns = False
         # A step that measures memory also determines what later plans can offload.
-        if not waits and not (NAME in choice.enabled and self._report.measures_next):
+        if not offloads and not (NAME in choice.enabled and self._report.measures_next):
             return None
         if self._offload is None:
             sizes = choice.moved_limit_bytes, context.local_ranks
             self._report.waiting = self._offload = Offload(context.torch_device, *sizes)
         self._offload.keep(persistent(context.chunks))
-        self._learns = waits and not self._offload.has_learned(context.stages)
+        self._learns = offloads and not self._offload.has_learned(context.stages)
         return Waiting(context.state, self._offload)
 
     def end(self, context: StepContext) -> None:

@@ -33,7 +33,7 @@ _OUTSIDE = "Megatron's layer plans run outside of its context"
 _NO_RUN = "the combination is untested"
 
 
-def _last_is_dense(options: Any) -> bool:
+def _is_last_layer_dense(options: Any) -> bool:
     """Return whether the model's last layer has no experts."""
     frequency, layers = getattr(options, "moe_layer_freq", 1), getattr(options, "num_layers", None)
     if isinstance(frequency, list | tuple):
@@ -41,19 +41,19 @@ def _last_is_dense(options: Any) -> bool:
     return bool(isinstance(frequency, int) and layers and (layers - 1) % frequency)
 
 
-def _drops_out_alike(options: Any) -> bool:
-    dropouts = (getattr(options, f"{what}_dropout", 0) for what in ("hidden", "attention"))
+def _repeats_dropout_masks(options: Any) -> bool:
+    dropouts = (getattr(options, f"{module}_dropout", 0) for module in ("hidden", "attention"))
     return bool(getattr(options, "sequence_parallel", False)) and any(dropouts)
 
 
-def _frees_what_is_saved(options: Any) -> bool:
+def _frees_saved_activations(options: Any) -> bool:
     backend = getattr(options, "moe_flex_dispatcher_backend", None)
-    flex = getattr(options, "moe_token_dispatcher_type", None) == "flex"
+    is_flex = getattr(options, "moe_token_dispatcher_type", None) == "flex"
     experts = getattr(options, "num_experts", None) or getattr(options, "num_moe_experts", None)
-    alone = experts == getattr(options, "expert_model_parallel_size", None)
-    permutes = not alone and not (flex and backend in ("hybridep", "ncclep"))
-    some = getattr(options, "first_last_layers_bf16", False)
-    return bool(getattr(options, "fp8", None) and some and not permutes)
+    has_one_expert_per_rank = experts == getattr(options, "expert_model_parallel_size", None)
+    permutes = not has_one_expert_per_rank and not (is_flex and backend in ("hybridep", "ncclep"))
+    keeps_bf16_layers = getattr(options, "first_last_layers_bf16", False)
+    return bool(getattr(options, "fp8", None) and keeps_bf16_layers and not permutes)
 
 
 def _is_hybrid(options: Any) -> bool:
@@ -108,14 +108,14 @@ REFUSALS = (
         "moe_layer_freq",
         "Megatron's layer plans omit the final norm after a dense layer",
         flag="--moe-layer-freq with a dense last layer",
-        holds=_last_is_dense,
+        holds=_is_last_layer_dense,
     ),
     Refusal(
         "sequence_parallel",
         "in Megatron's layer plans all tensor-parallel ranks use the same dropout mask",
         fix="Set --hidden-dropout 0 and --attention-dropout 0",
         flag="--sequence-parallel and dropout",
-        holds=_drops_out_alike,
+        holds=_repeats_dropout_masks,
     ),
     Refusal(
         "fp8_recipe",
@@ -131,7 +131,7 @@ REFUSALS = (
         "first_last_layers_bf16",
         "Megatron's layer plans free activations that experts of such layers need",
         flag="--first-last-layers-bf16 with FP8",
-        holds=_frees_what_is_saved,
+        holds=_frees_saved_activations,
     ),
     Refusal(
         "fp32_residual_connection",
@@ -160,9 +160,9 @@ def conflicts(options: Any, placement: Placement) -> Iterator[UnsupportedError]:
     if not getattr(options, OVERLAP_OPTION, False):
         return
     for refusal in REFUSALS:
-        said = refusal.said_of(options)
-        if said is not None:
-            yield UnsupportedError(rejection(_OVERLAP, said, refusal), OVERLAP_OPTION)
+        description = refusal.said_of(options)
+        if description is not None:
+            yield UnsupportedError(rejection(_OVERLAP, description, refusal), OVERLAP_OPTION)
     if len(placement) == max(placement) + 1:
         yield UnsupportedError(
             f"{_OVERLAP} does not work with a schedule with one chunk per rank: passes of two "

@@ -53,7 +53,7 @@ def run_by_layers(config: Any, forward: Forward | None, backward: Backward | Non
                 _run_weights_in_place(node, backward.whole)
     f, b = forward, backward
     output, num_tokens, gradient = combined_1f1b.combined_forward_backward_step(
-        None if f is None else partial(_planned, f.forward_step),
+        None if f is None else partial(_build_plan, f.forward_step),
         None if f is None else f.step.iterators[f.chunk],
         None if f is None else f.step.chunks[f.chunk],
         None if f is None else f.step.num_microbatches,
@@ -77,7 +77,7 @@ def run_by_layers(config: Any, forward: Forward | None, backward: Backward | Non
     return PassResults(output, num_tokens, gradient)
 
 
-def kept_by(output: Tensor) -> Iterator[Tensor]:
+def _retained_tensors(output: Tensor) -> Iterator[Tensor]:
     """Yield the tensors that the plan of an F's output retains, except that output.
 
     The autograd graphs of these tensors retain more.
@@ -87,14 +87,17 @@ def kept_by(output: Tensor) -> Iterator[Tensor]:
         return
     nodes = [plan.pre_process, plan.post_process, output.loss_func]  # type: ignore[attr-defined]
     for layer in _layers(plan):
-        nodes += [each for each in vars(layer).values() if isinstance(each, utils.ScheduleNode)]
-    left = output.untyped_storage().data_ptr()
+        nodes += [node for node in vars(layer).values() if isinstance(node, utils.ScheduleNode)]
+    output_pointer = output.untyped_storage().data_ptr()
     for node in nodes:
         for name in ("inputs", "output", "detached", "before_detached"):
-            kept = getattr(node, name, None)
-            for each in kept if isinstance(kept, list | tuple) else [kept]:
-                if isinstance(each, Tensor) and each.untyped_storage().data_ptr() != left:
-                    yield each
+            tensors = getattr(node, name, None)
+            for tensor in tensors if isinstance(tensors, list | tuple) else [tensors]:
+                if (
+                    isinstance(tensor, Tensor)
+                    and tensor.untyped_storage().data_ptr() != output_pointer
+                ):
+                    yield tensor
 
 
 class LayerPlans(StepHook):
@@ -104,7 +107,7 @@ class LayerPlans(StepHook):
 
     def retained(self, output: Tensor) -> Iterator[Tensor]:
         """Yield the tensors that the plan of an F's output retains."""
-        return kept_by(output)
+        return _retained_tensors(output)
 
 
 class OverlappedSteps(StepFeature):
@@ -131,7 +134,9 @@ def _make_streams(config: Any) -> None:
         utils.set_streams()
 
 
-def _planned(forward_step_func: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, Any]:
+def _build_plan(
+    forward_step_func: Callable[..., Any], *args: Any, **options: Any
+) -> tuple[Any, Any]:
     """Return the plan of a microbatch and its loss function."""
     plan, loss_func = forward_step_func(*args, **options)
     for name in ("packed_seq_params", "padding_mask"):

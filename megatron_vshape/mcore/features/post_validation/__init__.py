@@ -48,8 +48,8 @@ REFUSALS = (
     Refusal("fp4", _REDOES, **FP4),
     *each_of(_REDOES, "qk_clip", "log_max_attention_logit"),
     *(
-        Refusal(f"save_{what}_interval", _REDOES, is_set=is_given)
-        for what in ("activations", "wgrads", "dgrads")
+        Refusal(f"save_{tensors}_interval", _REDOES, is_set=is_given)
+        for tensors in ("activations", "wgrads", "dgrads")
     ),
     *each_of(
         "the next iteration starts before its batch size is decided",
@@ -109,7 +109,7 @@ class PostValidationFeature(Feature):
     def check_config(self, config: Any, options: Options) -> None:
         """Reject such options of a config."""
         if options.post_validates:
-            check_refusals([each for each in REFUSALS if each.in_config], config, FLAG)
+            check_refusals([refusal for refusal in REFUSALS if refusal.in_config], config, FLAG)
 
     def hooks(self) -> tuple[Hook, ...]:
         """Return the feature's replacements of Megatron's attributes."""

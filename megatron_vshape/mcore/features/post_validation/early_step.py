@@ -24,13 +24,13 @@ from megatron_vshape.runtime.program_runner import ProgramRun, run_drain
 
 
 @dataclass(frozen=True, slots=True)
-class _Ahead:
+class _EarlyStep:
     """The next step, started early, and the state to roll it back."""
 
     context: StepContext
     run: ProgramRun
-    ends: StopPoint  # number of instructions per rank that have run
-    random: RandomState
+    stop_point: StopPoint  # number of instructions per rank that have run
+    random_state: RandomState
 
 
 class EarlyStart(StepFeature):
@@ -42,8 +42,8 @@ class EarlyStart(StepFeature):
         """Set the runner, which prepares the step."""
         self._runner = runner
         self._last: StepContext | None = None  # arguments of the last training step
-        self._ahead: _Ahead | None = None
-        self._cut: tuple[Program, tuple[Program, StopPoint]] | None = None
+        self._early_step: _EarlyStep | None = None
+        self._cached_prefix: tuple[Program, tuple[Program, StopPoint]] | None = None
         self._replays: list[Replay] = []
         self.validation: PostValidation | None = None  # set during training
 
@@ -71,23 +71,23 @@ class EarlyStart(StepFeature):
         for replay in self._replays:
             replay.mark()
         # Early forwards consume data and random numbers; both must be restored on a rollback.
-        random = RandomState.now()
+        random_state = RandomState.now()
         context = replace(self._last)
-        run = self._runner.prepare_step(context, cut=self._prefix)
-        assert self._cut is not None
-        _, ends = self._cut[1]
-        self._ahead = _Ahead(context, run, ends, random)
-        run.advance(ends[context.groups.pp.rank()])
+        run = self._runner.prepare_step(context, cut=self._prefix_of)
+        assert self._cached_prefix is not None
+        _, stop_point = self._cached_prefix[1]
+        self._early_step = _EarlyStep(context, run, stop_point, random_state)
+        run.advance(stop_point[context.groups.pp.rank()])
 
     def roll_back(self) -> None:
         """Roll back the early part of the next step; does nothing if nothing has run early."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is None:
+        early_step, self._early_step = self._early_step, None
+        if early_step is None:
             return
-        context = ahead.context
+        context = early_step.context
         # Early forwards may have sent messages without a matching receive yet. Complete them first,
         # so that the transport is consistent for the next step.
-        instructions = drain(context.program, ahead.ends, context.groups.pp.rank())
+        instructions = drain(context.program, early_step.stop_point, context.groups.pp.rank())
         run_drain(instructions, context.transport, context.transport.blank())
         # The early forwards have started all-gathers, which may still write to the parameters, and
         # the next step starts them again.
@@ -96,28 +96,29 @@ class EarlyStart(StepFeature):
         self._runner.drop_step()
         for replay in self._replays:
             replay.rewind()
-        ahead.random.restore()
+        early_step.random_state.restore()
 
     def take_started(self, context: StepContext) -> Started | None:
         """Return the step that was started early if it equals the current one, else None."""
-        ahead = self._ahead
-        if ahead is not None and ahead.context != context:
+        early_step = self._early_step
+        if early_step is not None and early_step.context != context:
             self.roll_back()
             return None
-        self._ahead = None
+        self._early_step = None
         for replay in self._replays:
             replay.forget()
-        return None if ahead is None else (ahead.context, ahead.run)
+        return None if early_step is None else (early_step.context, early_step.run)
 
     def change_data(self, context: StepContext) -> None:
         """Wrap the iterators so that they can replay microbatches of a step that is rolled back."""
-        known = {id(each.source): each for each in self._replays}
-        for each in context.iterators:
-            if each is not None and id(each) not in known:
-                known[id(each)] = Replay(each)
-        self._replays = list(known.values())
+        replays = {id(replay.source): replay for replay in self._replays}
+        for iterator in context.iterators:
+            if iterator is not None and id(iterator) not in replays:
+                replays[id(iterator)] = Replay(iterator)
+        self._replays = list(replays.values())
         context.iterators = [
-            each if each is None else known[id(each)] for each in context.iterators
+            iterator if iterator is None else replays[id(iterator)]
+            for iterator in context.iterators
         ]
 
     def end(self, context: StepContext) -> None:
@@ -126,14 +127,14 @@ class EarlyStart(StepFeature):
 
     def clear(self) -> None:
         """Drop the data of the last step and of the next one."""
-        self._last, self._ahead, self._replays = None, None, []
+        self._last, self._early_step, self._replays = None, None, []
 
-    def _prefix(self, program: Program) -> Program:
+    def _prefix_of(self, program: Program) -> Program:
         """Return `prefix_before_loss(program)`, cached because most steps run the same program."""
-        if self._cut is None or self._cut[0] is not program:
-            self._cut = program, prefix_before_loss(program)
-        early, _ = self._cut[1]
-        return early
+        if self._cached_prefix is None or self._cached_prefix[0] is not program:
+            self._cached_prefix = program, prefix_before_loss(program)
+        prefix, _ = self._cached_prefix[1]
+        return prefix
 
 
 def _finish_gathering(chunks: Sequence[Any]) -> None:
@@ -149,8 +150,8 @@ def _finish_gathering(chunks: Sequence[Any]) -> None:
 def _validation(session: Session) -> PostValidation | None:
     """Return the validation of the running training, or None."""
     runner = session.runner
-    early = runner.step_feature(EarlyStart) if isinstance(runner, PipelineRunner) else None
-    return None if early is None else early.validation
+    step_feature = runner.step_feature(EarlyStart) if isinstance(runner, PipelineRunner) else None
+    return None if step_feature is None else step_feature.validation
 
 
 @replaces

@@ -54,12 +54,12 @@ from megatron_vshape.mcore.features.post_validation.rollback import Backup
 from megatron_vshape.mcore.hook import Replaced
 from megatron_vshape.mcore.refusals import UnsupportedError
 
-STEPS_BEFORE_A_GUESS = 2
+_STEPS_BEFORE_PREDICTION = 2
 """Consecutive steps without clipping or skipping before the next step is predicted to need none.
 A wrong prediction costs about two thirds more than a correct one gains, and clipping comes in
 runs."""
 
-KNOWN = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
+_SUPPORTED_OPTIMIZERS = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
 """Megatron optimizers that support rollback."""
 
 Step = Callable[[Any], tuple[bool, Any, Any]]
@@ -88,7 +88,7 @@ class StepVerdict(NamedTuple):
 
     found_inf: tuple[bool, ...]  # per optimizer with a loss scale
     norms: GradNorms
-    stands: bool  # whether the step without clipping is valid
+    is_valid: bool  # whether the step without clipping is valid
 
 
 @dataclass(eq=False)
@@ -98,21 +98,21 @@ class PostValidation:
     start_next: Callable[[], None]  # starts the next step, as far as it can be rolled back
     roll_back: Callable[[], None]  # drops a step that was started early
     _backup: Backup = field(default_factory=Backup)
-    _calm: int = 0  # consecutive steps for which a step without clipping was valid
-    _guessed: int = 0
-    _undone: int = 0
+    _num_valid: int = 0  # consecutive steps for which a step without clipping was valid
+    _num_predicted: int = 0
+    _num_rolled_back: int = 0
 
     def step(self, optimizer: Any, original: Step) -> tuple[bool, Any, Any]:
         """Run one step and return the result of `original`; the state is validated at return."""
         from megatron.training import get_args  # libraries without it load this module, too
 
-        if self._calm < STEPS_BEFORE_A_GUESS or not next_step_follows(get_args()):
+        if self._num_valid < _STEPS_BEFORE_PREDICTION or not next_step_follows(get_args()):
             result = original(optimizer)
             success, norm, _ = result
             norms = GradNorms.of_last_step(optimizer, norm)
-            self._note(bool(success) and _stands(optimizer, norms))
+            self._record_validity(bool(success) and _is_step_valid(optimizer, norms))
             return result
-        return self._guess(optimizer, original)
+        return self._predict_step(optimizer, original)
 
     def end(self) -> None:
         """Drop an early started step; all ranks call this at the end of the run."""
@@ -121,37 +121,37 @@ class PostValidation:
     def closing_line(self) -> str:
         """Return a summary of the predictions of this run."""
         return (
-            f"post-validation: {self._guessed} steps made before they were validated, "
-            f"{self._undone} of them undone; "
+            f"post-validation: {self._num_predicted} steps made before they were validated, "
+            f"{self._num_rolled_back} of them undone; "
             f"{self._backup.nbytes / 2**20:.2f} MiB on this rank to undo one"
         )
 
-    def _guess(self, optimizer: Any, original: Step) -> tuple[bool, Any, Any]:
+    def _predict_step(self, optimizer: Any, original: Step) -> tuple[bool, Any, Any]:
         pending = Reductions(optimizer)
-        self._backup.save([each.optimizer for each in _working(optimizer)])
+        self._backup.save([member.optimizer for member in _active_optimizers(optimizer)])
         # If the local part alone invalidates the step, skip the update to keep parameters finite.
-        with nullcontext() if pending.own_part_stands else _without_updates(optimizer):
+        with nullcontext() if pending.is_local_part_valid else _without_updates(optimizer):
             optimizer.step_with_ready_grads()
         self.start_next()
         verdict = pending.wait()
-        if not verdict.stands:
-            self._undo(optimizer)
-        self._note(verdict.stands)
-        self._guessed += 1
-        self._undone += not verdict.stands
+        if not verdict.is_valid:
+            self._undo_step(optimizer)
+        self._record_validity(verdict.is_valid)
+        self._num_predicted += 1
+        self._num_rolled_back += not verdict.is_valid
         # The original computes the step's results and, after a rollback, repeats the update.
         with _validated(optimizer, verdict):
             return original(optimizer)
 
-    def _undo(self, optimizer: Any) -> None:
+    def _undo_step(self, optimizer: Any) -> None:
         """Restore the model and the optimizer to the state before the step."""
         self.roll_back()
         self._backup.restore()
         with _without_updates(optimizer):
             optimizer.step_with_ready_grads()  # copies the parameters in fp32 to the model's
 
-    def _note(self, stood: bool) -> None:
-        self._calm = self._calm + 1 if stood else 0
+    def _record_validity(self, is_valid: bool) -> None:
+        self._num_valid = self._num_valid + 1 if is_valid else 0
 
 
 class Reductions:
@@ -163,36 +163,43 @@ class Reductions:
     def __init__(self, optimizer: Any) -> None:
         """Prepare the gradients of `optimizer` for a step, as its `step` does."""
         self._optimizer = optimizer
-        self._scaled = [each for each in _working(optimizer) if _scaler(each) is not None]
+        self._with_scaler = [
+            member for member in _active_optimizers(optimizer) if _scaler(member) is not None
+        ]
         # A scaler replaces its tensors instead of writing to them, so this is its old state.
-        self._scalers = [dict(vars(each.grad_scaler)) for each in self._scaled]
-        self._started: list[_Started] = []
-        with _reducing_in(optimizer, lambda group: _Later(group, self._started)):
+        self._scaler_states = [dict(vars(member.grad_scaler)) for member in self._with_scaler]
+        self._pending: list[_PendingReduction] = []
+        with _reducing_in(optimizer, lambda group: _AsyncReductionGroup(group, self._pending)):
             found_inf = optimizer.prepare_grads()
             norms = GradNorms.compute(optimizer)
-        self.own_part_stands = not found_inf and _stands(optimizer, norms)
+        self.is_local_part_valid = not found_inf and _is_step_valid(optimizer, norms)
 
     def wait(self) -> StepVerdict:
         """Wait for the global results, and update the loss scale."""
-        results = [each.result() for each in self._started]
-        split = len(self._scaled)
-        found_inf = tuple(bool(each.item() > 0) for each in results[:split])
-        for each, before, found in zip(self._scaled, self._scalers, found_inf, strict=True):
+        results = [reduction.result() for reduction in self._pending]
+        split = len(self._with_scaler)
+        found_inf = tuple(bool(inf_count.item() > 0) for inf_count in results[:split])
+        for member, scaler_state, is_inf in zip(
+            self._with_scaler, self._scaler_states, found_inf, strict=True
+        ):
             # `prepare_grads` has updated the scale from the local part; update it from the global
             # result.
-            vars(each.grad_scaler).update(before)
-            each.grad_scaler.update(found)
-        answers = iter(results[split:])
-        with _reducing_in(self._optimizer, lambda _: _Answer(answers)), Replaced() as replaced:
-            for each in _working(self._optimizer):
+            vars(member.grad_scaler).update(scaler_state)
+            member.grad_scaler.update(is_inf)
+        norm_results = iter(results[split:])
+        with (
+            _reducing_in(self._optimizer, lambda _: _ResultGroup(norm_results)),
+            Replaced() as replaced,
+        ):
+            for member in _active_optimizers(self._optimizer):
                 # The result includes the part of this rank already.
-                replaced.put(each, "get_grads_for_grad_norm", lambda *_, **__: [])
+                replaced.put(member, "get_grads_for_grad_norm", lambda *_, **__: [])
             norms = GradNorms.compute(self._optimizer)
-        stands = not any(found_inf) and _stands(self._optimizer, norms)
-        return StepVerdict(found_inf, norms, stands)
+        is_valid = not any(found_inf) and _is_step_valid(self._optimizer, norms)
+        return StepVerdict(found_inf, norms, is_valid)
 
 
-class _Started(NamedTuple):
+class _PendingReduction(NamedTuple):
     """An asynchronous all-reduce and its tensor."""
 
     work: dist.Work | None
@@ -205,42 +212,42 @@ class _Started(NamedTuple):
         return self.tensor
 
 
-class _Later(dist.ProcessGroup):
+class _AsyncReductionGroup(dist.ProcessGroup):
     """Process group that starts all-reduces asynchronously and leaves local values in place."""
 
-    def __init__(self, group: Any, started: list[_Started]) -> None:
+    def __init__(self, group: Any, pending: list[_PendingReduction]) -> None:
         super().__init__(0, 1)
         self._group = group
-        self._started = started
+        self._pending = pending
 
     def allreduce(  # type: ignore[override]
         self, tensors: Sequence[Tensor], options: Any = None
     ) -> None:
         """Start an all-reduce on a copy of each tensor."""
-        for each in tensors:
-            copy = each.clone()
+        for tensor in tensors:
+            copy = tensor.clone()
             work = dist.all_reduce(copy, op=options.reduceOp, group=self._group, async_op=True)
-            self._started.append(_Started(work, copy))
+            self._pending.append(_PendingReduction(work, copy))
 
 
-class _Answer(dist.ProcessGroup):
+class _ResultGroup(dist.ProcessGroup):
     """Process group that returns the results of completed all-reduces, in order."""
 
-    def __init__(self, answers: Iterator[Tensor]) -> None:
+    def __init__(self, results: Iterator[Tensor]) -> None:
         super().__init__(0, 1)
-        self._answers = answers
+        self._results = results
 
     def allreduce(  # type: ignore[override]
         self, tensors: Sequence[Tensor], options: Any = None
     ) -> None:
         """Write the next results into `tensors`."""
-        for each in tensors:
-            each.copy_(next(self._answers))
+        for tensor in tensors:
+            tensor.copy_(next(self._results))
 
 
 def next_step_follows(args: Namespace) -> bool:
     """Return whether the trainer continues directly with the next step after the current one."""
-    done = args.curr_iteration + 1
+    num_completed = args.curr_iteration + 1
     intervals = (
         args.eval_interval,
         args.exit_interval,
@@ -249,12 +256,14 @@ def next_step_follows(args: Namespace) -> bool:
         args.check_weight_hash_across_dp_replicas_interval,
         args.adlr_autoresume_interval if args.adlr_autoresume else None,
     )
-    others = (
+    last_iterations = (
         *(getattr(args, "phase_transition_iterations", None) or ()),  # from 0.19 on
-        *(each - 1 for each in args.iterations_to_skip or ()),
+        *(iteration - 1 for iteration in args.iterations_to_skip or ()),
         args.train_iters,
     )
-    return done not in others and not any(each and done % each == 0 for each in intervals)
+    return num_completed not in last_iterations and not any(
+        interval and num_completed % interval == 0 for interval in intervals
+    )
 
 
 def why_no_gain(args: Namespace) -> str | None:
@@ -272,29 +281,33 @@ def check_optimizer(optimizer: Any) -> None:
 
     All ranks of the world call this.
     """
-    parts = getattr(optimizer, "chained_optimizers", [])
-    strangers = [type(each).__name__ for each in parts if type(each) not in KNOWN]
-    mine = strangers[0] if strangers else ""
+    members = getattr(optimizer, "chained_optimizers", [])
+    unsupported = [
+        type(member).__name__ for member in members if type(member) not in _SUPPORTED_OPTIMIZERS
+    ]
+    local_name = unsupported[0] if unsupported else ""
     if not isinstance(optimizer, ChainedOptimizer):
-        mine = type(optimizer).__name__
-    elif not list(_working(optimizer)):
-        mine = "an optimizer without parameters"
-    everyones = [""] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    for rank, stranger in enumerate(everyones):
-        if stranger:
-            known = ", ".join(each.__name__ for each in KNOWN)
+        local_name = type(optimizer).__name__
+    elif not list(_active_optimizers(optimizer)):
+        local_name = "an optimizer without parameters"
+    names = [""] * dist.get_world_size()
+    dist.all_gather_object(names, local_name)
+    for rank, name in enumerate(names):
+        if name:
+            supported = ", ".join(
+                optimizer_class.__name__ for optimizer_class in _SUPPORTED_OPTIMIZERS
+            )
             raise UnsupportedError(
-                f"--optimizer-post-validation does not work with {stranger}, which rank {rank} "
-                f"has: it can undo {known}"
+                f"--optimizer-post-validation does not work with {name}, which rank {rank} "
+                f"has: it can undo {supported}"
             )
 
 
-def _working(optimizer: Any) -> Iterator[Any]:
+def _active_optimizers(optimizer: Any) -> Iterator[Any]:
     """Yield the optimizers of the chain that update parameters."""
-    for each in optimizer.chained_optimizers:
-        if not getattr(each, "is_stub_optimizer", False):
-            yield each
+    for member in optimizer.chained_optimizers:
+        if not getattr(member, "is_stub_optimizer", False):
+            yield member
 
 
 def _scaler(optimizer: Any) -> Any:
@@ -306,19 +319,19 @@ def _clips_groups(optimizer: Any) -> bool:
     # Test only for the groups: if a release renames the method that computes their norms, a step
     # must fail instead of applying gradients that are not clipped.
     return hasattr(megatron_optimizer, "SEPARATE_GRAD_NORM_GROUPS") and any(
-        each.config.clip_grad > 0.0 for each in _working(optimizer)
+        member.config.clip_grad > 0.0 for member in _active_optimizers(optimizer)
     )
 
 
-def _stands(optimizer: Any, norms: GradNorms) -> bool:
+def _is_step_valid(optimizer: Any, norms: GradNorms) -> bool:
     """Return whether a step with these norms neither clips nor skips.
 
     Uses Megatron's expressions, so that the result is exact to the last bit. The comparisons are
     false for a NaN norm.
     """
-    for each in _working(optimizer):
-        clip_grad = each.config.clip_grad
-        limit = getattr(each.config, "grad_norm_skip_threshold", math.inf)
+    for member in _active_optimizers(optimizer):
+        clip_grad = member.config.clip_grad
+        limit = getattr(member.config, "grad_norm_skip_threshold", math.inf)
         for norm in (norms.main, *norms.by_group.values()) if clip_grad > 0.0 else ():
             if not clip_grad / (norm + 1.0e-6) >= 1.0:
                 return False
@@ -328,14 +341,16 @@ def _stands(optimizer: Any, norms: GradNorms) -> bool:
 
 
 @contextmanager
-def _reducing_in(optimizer: Any, stand_in: Callable[[Any], Any]) -> Iterator[None]:
+def _reducing_in(optimizer: Any, make_group: Callable[[Any], Any]) -> Iterator[None]:
     """Replace the process groups in which `optimizer` reduces its statistics."""
-    made: dict[int, Any] = {}
+    groups: dict[int, Any] = {}
     with Replaced() as replaced:
-        for each in optimizer.chained_optimizers:
-            group = each.get_grad_stats_parallel_group()
-            stands = made.setdefault(id(group), stand_in(group))
-            replaced.put(each, "get_grad_stats_parallel_group", lambda stands=stands: stands)
+        for member in optimizer.chained_optimizers:
+            group = member.get_grad_stats_parallel_group()
+            replacement = groups.setdefault(id(group), make_group(group))
+            replaced.put(
+                member, "get_grad_stats_parallel_group", lambda replacement=replacement: replacement
+            )
         yield
 
 
@@ -343,8 +358,8 @@ def _reducing_in(optimizer: Any, stand_in: Callable[[Any], Any]) -> Iterator[Non
 def _without_updates(optimizer: Any) -> Iterator[None]:
     """Make a step skip the parameter update and run only the work around it."""
     with Replaced() as replaced:
-        for each in _working(optimizer):
-            replaced.put(each.optimizer, "step", lambda *_, **__: None)
+        for member in _active_optimizers(optimizer):
+            replaced.put(member.optimizer, "step", lambda *_, **__: None)
         yield
 
 
@@ -357,6 +372,6 @@ def _validated(optimizer: Any, verdict: StepVerdict) -> Iterator[None]:
         if _clips_groups(optimizer):
             by_group = partial(setattr, optimizer, "grad_norms_by_group", verdict.norms.by_group)
             replaced.put(optimizer, "_compute_grad_norms_by_group", by_group)
-        if verdict.stands:
+        if verdict.is_valid:
             replaced.put(optimizer, "step_with_ready_grads", lambda: True)
         yield

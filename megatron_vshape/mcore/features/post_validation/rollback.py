@@ -1,7 +1,7 @@
 """Early start of the next training step, before the current one is validated.
 
-Only forwards before the first loss run early (`early_start.forward_cut`). If the parameters change
-afterwards, all effects are rolled back: tensors are dropped, P2P messages are drained, and
+Only forwards before the first loss run early (`early_start.forward_stop_point`). If the parameters
+change afterwards, all effects are rolled back: tensors are dropped, P2P messages are drained, and
 microbatches and random numbers are replayed.
 """
 
@@ -34,16 +34,18 @@ class Backup:
     @property
     def nbytes(self) -> int:
         """Return the size of the copies in bytes."""
-        return sum(each.nbytes for each in self._copies)
+        return sum(tensor.nbytes for tensor in self._copies)
 
     @torch.no_grad()
     def save(self, optimizers: Sequence[Any]) -> None:
         """Copy all state that the next step of `optimizers` may change."""
-        self._values = [(table, _values(table)) for each in optimizers for table in _tables(each)]
+        self._values = [
+            (table, _values(table)) for optimizer in optimizers for table in _tables(optimizer)
+        ]
         parameters = [
             parameter.detach()
-            for each in optimizers
-            for group in each.param_groups
+            for optimizer in optimizers
+            for group in optimizer.param_groups
             for parameter in group["params"]
         ]
         states = [
@@ -53,11 +55,11 @@ class Backup:
             if isinstance(value, Tensor)
         ]
         self._live = parameters + states
-        shapes = [(each.shape, each.dtype, each.device) for each in self._live]
+        shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in self._live]
         # Allocate only if the shapes have changed, for example after the first step created the
         # moments.
-        if shapes != [(each.shape, each.dtype, each.device) for each in self._copies]:
-            self._copies = [torch.empty_like(each) for each in self._live]
+        if shapes != [(tensor.shape, tensor.dtype, tensor.device) for tensor in self._copies]:
+            self._copies = [torch.empty_like(tensor) for tensor in self._live]
         _copy(self._copies, self._live)
 
     @torch.no_grad()
@@ -92,12 +94,12 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     If a list mixes devices or dtypes, torch copies the tensors one by one. A single tensor is
     enough for that, such as the step count that torch's Adam keeps on the host.
     """
-    alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
-        group = alike.setdefault((target.device, target.dtype), ([], []))
+        group = groups.setdefault((target.device, target.dtype), ([], []))
         group[0].append(target)
         group[1].append(source)
-    for group in alike.values():
+    for group in groups.values():
         torch._foreach_copy_(*group)
 
 
@@ -107,34 +109,34 @@ class Replay:
     def __init__(self, source: Any) -> None:
         """Set the trainer's iterator; all attributes except `next` are forwarded to it."""
         self.source = source
-        self._again: deque[Any] = deque()
-        self._given: list[Any] | None = None
+        self._replayed: deque[Any] = deque()
+        self._recorded: list[Any] | None = None
 
     def __iter__(self) -> Replay:
         return self
 
     def __next__(self) -> Any:
-        item = self._again.popleft() if self._again else next(self.source)
-        if self._given is not None:
+        batch = self._replayed.popleft() if self._replayed else next(self.source)
+        if self._recorded is not None:
             # A copy, because a forward step may modify its batch.
-            self._given.append(copy.copy(item))
-        return item
+            self._recorded.append(copy.copy(batch))
+        return batch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.source, name)
 
     def mark(self) -> None:
         """Start recording items."""
-        self._given = []
+        self._recorded = []
 
     def forget(self) -> None:
         """Stop recording; the recorded items are consumed."""
-        self._given = None
+        self._recorded = None
 
     def rewind(self) -> None:
         """Return all items since the mark again."""
-        self._again.extendleft(reversed(self._given or []))
-        self._given = None
+        self._replayed.extendleft(reversed(self._recorded or []))
+        self._recorded = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,10 @@ class RandomState:
     def now(cls) -> RandomState:
         """Return the current state."""
         tracker = tensor_parallel.get_cuda_rng_tracker()
-        tracked = {name: _frozen(each) for name, each in tracker.get_states().items()}
+        tracked = {
+            name: _freeze_state(tracked_state)
+            for name, tracked_state in tracker.get_states().items()
+        }
         return cls(torch.get_rng_state(), torch.cuda.get_rng_state(), tracked)
 
     def restore(self) -> None:
@@ -157,24 +162,26 @@ class RandomState:
         torch.set_rng_state(self.host)
         torch.cuda.set_rng_state(self.device)
         tracker = tensor_parallel.get_cuda_rng_tracker()
-        tracker.set_states({name: _thawed(each) for name, each in self.tracked.items()})
+        tracker.set_states(
+            {name: _restore_state(frozen_state) for name, frozen_state in self.tracked.items()}
+        )
 
 
-class _Frozen(NamedTuple):
+class _FrozenGenerator(NamedTuple):
     """A generator with its state; RNG trackers for CUDA graphs and TE track generators."""
 
     generator: torch.Generator
     state: Tensor
 
 
-def _frozen(tracked: Any) -> Any:
+def _freeze_state(tracked: Any) -> Any:
     """Return an immutable copy: draws replace a tracked state tensor but modify a generator."""
     is_generator = isinstance(tracked, torch.Generator)
-    return _Frozen(tracked, tracked.get_state()) if is_generator else tracked
+    return _FrozenGenerator(tracked, tracked.get_state()) if is_generator else tracked
 
 
-def _thawed(kept: Any) -> Any:
-    if not isinstance(kept, _Frozen):
-        return kept
-    kept.generator.set_state(kept.state)
-    return kept.generator
+def _restore_state(state: Any) -> Any:
+    if not isinstance(state, _FrozenGenerator):
+        return state
+    state.generator.set_state(state.state)
+    return state.generator
