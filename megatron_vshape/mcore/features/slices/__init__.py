@@ -50,8 +50,8 @@ _OWN_KEYS = "every slice has a different number of keys"
 def _has_other_layers(options: Any) -> bool:
     """Check for a hybrid model with layers that may have a state from token to token."""
     pattern = getattr(options, "hybrid_layer_pattern", None)
-    unknown = bool(getattr(options, "is_hybrid_model", False)) and pattern is None
-    return unknown or bool(set(pattern or "") - set("*-E|/"))
+    has_unknown_layers = bool(getattr(options, "is_hybrid_model", False)) and pattern is None
+    return has_unknown_layers or bool(set(pattern or "") - set("*-E|/"))
 
 
 _FP8_MODULES = {"mlp", "moe", "shared_experts", "mla_up_proj"}
@@ -136,7 +136,9 @@ REFUSALS = (
 """Options that slices reject."""
 
 
-def check_slices(slices: int, options: Any, others: Iterable[str] = (), alike: bool = True) -> None:
+def check_slices(
+    slices: int, options: Any, other_features: Iterable[str] = (), equal_slices: bool = True
+) -> None:
     """Raise UnsupportedError for the first option that slices do not support.
 
     `options` is Megatron's arguments or a config; `others` has the names of other features. With
@@ -145,16 +147,16 @@ def check_slices(slices: int, options: Any, others: Iterable[str] = (), alike: b
     if slices == 1:
         return
     check_refusals(REFUSALS, options, FLAG)
-    for name in others:
+    for name in other_features:
         raise UnsupportedError(f"{FLAG} does not work with {name}: {UNTRIED}. Remove {FLAG}")
-    if alike:
+    if equal_slices:
         check_sequence(slices, getattr(options, "seq_length", None), options)
 
 
 def even_slices(counts: Iterable[int], length: int | None, options: Any) -> tuple[int, ...]:
     """Return those of the numbers of slices into which `length` tokens divide evenly."""
     unit = _least_tokens(options)
-    return tuple(each for each in counts if each == 1 or not (length or 0) % (each * unit))
+    return tuple(count for count in counts if count == 1 or not (length or 0) % (count * unit))
 
 
 def _least_tokens(options: Any) -> int:
@@ -168,8 +170,8 @@ def check_sequence(slices: int, length: int | None, options: Any) -> None:
     unit = _least_tokens(options)
     if length is None or even_slices([slices], length, options):
         return
-    fine = [each for each in range(1, length // unit + 1) if not length % (each * unit)]
-    nearest = min(fine, key=lambda each: abs(each - slices)) if fine else 1
+    valid_counts = [count for count in range(1, length // unit + 1) if not length % (count * unit)]
+    nearest = min(valid_counts, key=lambda count: abs(count - slices)) if valid_counts else 1
     multiple = f", each a multiple of {unit} tensor-parallel ranks" if unit > 1 else ""
     raise UnsupportedError(
         f"--pipeline-slices {slices} does not divide {length} tokens into equal "
@@ -202,7 +204,7 @@ class SlicesFeature(Feature):
         if isinstance(choice.slices, int):
             return choice
         try:
-            check_slices(max(choice.slices), model, _other_features(settings), alike=False)
+            check_slices(max(choice.slices), model, _other_features(settings), equal_slices=False)
         except UnsupportedError as error:
             logger.info("microbatches stay whole: %s", error)
             return replace(choice, slices=1)
@@ -213,8 +215,8 @@ class SlicesFeature(Feature):
         self, state: StepState, chunks: Sequence[Any], choice: ScheduleChoice
     ) -> None:
         """Make attention and routers use the slices of a microbatch together."""
-        most = choice.slices if isinstance(choice.slices, int) else max(choice.slices)
-        if most > 1:
+        max_slices = choice.slices if isinstance(choice.slices, int) else max(choice.slices)
+        if max_slices > 1:
             from megatron_vshape.mcore.features.slices import attention, router
 
             attention.install(state, chunks)
@@ -238,9 +240,9 @@ FEATURE = SlicesFeature()
 
 def _other_features(settings: Settings) -> list[str]:
     """Return the names of what slices do not support in this run: other features, profiling."""
-    others = [feature.label(settings) for feature in features()]
+    labels = [feature.label(settings) for feature in features()]
     profiles = "--pipeline-profile-iterations or --pipeline-trace"
-    return [*filter(None, others), *[profiles] * (settings.options.profile_steps is not None)]
+    return [*filter(None, labels), *[profiles] * (settings.options.profile_steps is not None)]
 
 
 def _slices(options: Options, choice: ScheduleChoice) -> int | tuple[int, ...]:
@@ -250,19 +252,19 @@ def _slices(options: Options, choice: ScheduleChoice) -> int | tuple[int, ...]:
         ScheduleError: The option contradicts the file, or the option is auto with a schedule that
             has a fixed number of slices.
     """
-    given, own = options.slices, 1 if choice.from_file is None else choice.from_file.slices
-    if given == AUTO and choice.name == AUTO:
+    option, file_slices = options.slices, 1 if choice.from_file is None else choice.from_file.slices
+    if option == AUTO and choice.name == AUTO:
         return SLICES
-    if given == AUTO and choice.from_file is not None:
-        return own
-    if isinstance(given, str):
+    if option == AUTO and choice.from_file is not None:
+        return file_slices
+    if isinstance(option, str):
         raise ScheduleError(
             "--pipeline-slices auto requires --pipeline-schedule auto: with "
             f"{choice.name}, set a number"
         )
-    if choice.from_file is not None and given not in (1, own):
+    if choice.from_file is not None and option not in (1, file_slices):
         raise ScheduleError(
-            f"the schedule file {choice.name} has {own} slices per microbatch, not the {given} of "
-            "--pipeline-slices: remove the option, or use another file"
+            f"the schedule file {choice.name} has {file_slices} slices per microbatch, not the "
+            f"{option} of --pipeline-slices: remove the option, or use another file"
         )
-    return max(given, own)
+    return max(option, file_slices)

@@ -35,25 +35,27 @@ class KeysValues:
     Gradients accumulate in at least 32 bits, as in one kernel.
     """
 
-    def __init__(self, own: Sequence[Tensor], length: int) -> None:
-        self.whole = [each.new_empty(length, *each.shape[1:]) for each in own]
+    def __init__(self, slice_tensors: Sequence[Tensor], length: int) -> None:
+        self.whole = [tensor.new_empty(length, *tensor.shape[1:]) for tensor in slice_tensors]
         self.gradients: list[Tensor] = []  # sums of all slices but the last; set in the first B
 
     @property
     def sizes_bytes(self) -> tuple[int, int]:
         """Return the bytes of keys and values, and of their gradients over all slices."""
-        own = sum(each.nbytes for each in self.whole)
-        return own, sum(each.numel() * _wide_dtype(each).itemsize for each in self.whole)
+        buffer_bytes = sum(buffer.nbytes for buffer in self.whole)
+        return buffer_bytes, sum(
+            buffer.numel() * _wide_dtype(buffer).itemsize for buffer in self.whole
+        )
 
-    def put(self, part: TokenRange, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def put(self, part: TokenRange, slice_tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Write the keys and values of a slice; return all up to the end of the slice.
 
         Writes go through `.data` and are invisible to autograd, since they do not change the ranges
         that earlier slices have saved.
         """
-        for whole, each in zip(self.whole, own, strict=True):
-            whole.data[part.begin : part.end] = each
-        return tuple(whole.data[: part.end] for whole in self.whole)
+        for buffer, slice_tensor in zip(self.whole, slice_tensors, strict=True):
+            buffer.data[part.begin : part.end] = slice_tensor
+        return tuple(buffer.data[: part.end] for buffer in self.whole)
 
     def add(self, part: TokenRange, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Add the gradients up to the end of a slice; return the complete gradients of the slice.
@@ -61,15 +63,19 @@ class KeysValues:
         The sums of all slices but the last are in one buffer, to which each B adds in place.
         """
         if not self.gradients:  # B of the last slice, which runs first
-            own = [each[part.begin :] for each in gradients]
-            before = [each[: part.begin] for each in gradients]
-            self.gradients = [each.to(_wide_dtype(each), copy=True) for each in before]
+            slice_gradients = [gradient[part.begin :] for gradient in gradients]
+            earlier_gradients = [gradient[: part.begin] for gradient in gradients]
+            self.gradients = [
+                gradient.to(_wide_dtype(gradient), copy=True) for gradient in earlier_gradients
+            ]
         else:
-            for total, each in zip(self.gradients, gradients, strict=True):
-                total[: part.end].add_(each)
-            own = [total[part.begin : part.end] for total in self.gradients]
-        pairs = zip(own, gradients, strict=True)
-        return tuple(each.to(like.dtype, copy=True) for each, like in pairs)
+            for total, gradient in zip(self.gradients, gradients, strict=True):
+                total[: part.end].add_(gradient)
+            slice_gradients = [total[part.begin : part.end] for total in self.gradients]
+        pairs = zip(slice_gradients, gradients, strict=True)
+        return tuple(
+            slice_gradient.to(gradient.dtype, copy=True) for slice_gradient, gradient in pairs
+        )
 
 
 def _wide_dtype(like: Tensor) -> torch.dtype:
@@ -77,35 +83,35 @@ def _wide_dtype(like: Tensor) -> torch.dtype:
     return torch.promote_types(like.dtype, torch.float32)
 
 
-class _UpToEnd(torch.autograd.Function):
+class _KeysUpToEnd(torch.autograd.Function):
     """Map the keys and values of a slice to all keys and values up to its end."""
 
     @staticmethod
     def forward(
-        ctx: Any, state: StepState, kept: dict[int, KeysValues], *own: Tensor
+        ctx: Any, state: StepState, buffers: dict[int, KeysValues], *slice_tensors: Tensor
     ) -> tuple[Tensor, ...]:
         part = state.running_tokens
-        ctx.state, ctx.kept = state, kept
-        if part.microbatch not in kept:
-            kept[part.microbatch] = KeysValues(own, part.total)
+        ctx.state, ctx.buffers = state, buffers
+        if part.microbatch not in buffers:
+            buffers[part.microbatch] = KeysValues(slice_tensors, part.total)
             # All microbatches have buffers of the same size.
             if state.tracker is not None and part.microbatch == 0:
-                state.tracker.shares(state.running_chunk or 0, kept[0].sizes_bytes)
-        return kept[part.microbatch].put(part, own)
+                state.tracker.shares(state.running_chunk or 0, buffers[0].sizes_bytes)
+        return buffers[part.microbatch].put(part, slice_tensors)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Any, ...]:
         state: StepState = ctx.state  # type: ignore[attr-defined]
-        kept: dict[int, KeysValues] = ctx.kept  # type: ignore[attr-defined]
+        buffers: dict[int, KeysValues] = ctx.buffers  # type: ignore[attr-defined]
         part = state.running_tokens
-        own = kept[part.microbatch]
-        made = own.add(part, gradients)
+        buffer = buffers[part.microbatch]
+        slice_gradients = buffer.add(part, gradients)
         if state.tracker is not None:
-            for each in own.gradients:
-                state.tracker.add(each)
+            for gradient in buffer.gradients:
+                state.tracker.add(gradient)
         if part.begin == 0:
-            del kept[part.microbatch]
-        return None, None, *made
+            del buffers[part.microbatch]
+        return None, None, *slice_gradients
 
 
 def install(state: StepState, chunks: Sequence[nn.Module]) -> None:
@@ -122,11 +128,11 @@ def install(state: StepState, chunks: Sequence[nn.Module]) -> None:
                 _begin_at_slice(state, module)
             core = getattr(module, "core_attention", None)
             if core is not None:
-                _check(module, core)
-                kept: dict[int, KeysValues] = {}
-                state.kept.append(kept)
-                state.shared_by_passes.append(partial(_tensors_of, kept))
-                core.forward = _sliced(state, core, kept)
+                _check_attention(module, core)
+                buffers: dict[int, KeysValues] = {}
+                state.kept.append(buffers)
+                state.shared_by_passes.append(partial(_tensors_of, buffers))
+                core.forward = _slice_attention(state, core, buffers)
             elif type(module).__name__ in ("MambaMixer", "GatedDeltaNet"):
                 raise UnsupportedError(
                     f"--pipeline-slices does not work with {type(module).__name__} layers: "
@@ -134,15 +140,15 @@ def install(state: StepState, chunks: Sequence[nn.Module]) -> None:
                 )
 
 
-def _tensors_of(kept: dict[int, KeysValues]) -> list[Tensor]:
-    return [tensor for each in kept.values() for tensor in each.whole]
+def _tensors_of(buffers: dict[int, KeysValues]) -> list[Tensor]:
+    return [tensor for buffer in buffers.values() for tensor in buffer.whole]
 
 
-def _check(attention: nn.Module, core: nn.Module) -> None:
+def _check_attention(attention: nn.Module, core: nn.Module) -> None:
     """Raise UnsupportedError unless the attention of a layer is plain causal attention."""
-    plain = type(attention) in (SelfAttention, MLASelfAttention) and _is_known(core)
+    is_plain_causal = type(attention) in (SelfAttention, MLASelfAttention) and _is_supported(core)
     mask = getattr(attention, "attn_mask_type", None)
-    if not plain or mask not in (AttnMaskType.causal, AttnMaskType.causal_bottom_right):
+    if not is_plain_causal or mask not in (AttnMaskType.causal, AttnMaskType.causal_bottom_right):
         raise UnsupportedError(
             f"--pipeline-slices does not work with {type(attention).__name__} by "
             f"{type(core).__name__} with the mask {getattr(mask, 'name', mask)}: it requires "
@@ -151,13 +157,15 @@ def _check(attention: nn.Module, core: nn.Module) -> None:
         )
 
 
-def _is_known(core: nn.Module) -> bool:
-    names = (each.__name__ for each in type(core).__mro__)
-    own = getattr(core, "takes_slices", False)
-    return own or isinstance(core, DotProductAttention) or FUSED in names
+def _is_supported(core: nn.Module) -> bool:
+    names = (base.__name__ for base in type(core).__mro__)
+    has_slice_support = getattr(core, "takes_slices", False)
+    return has_slice_support or isinstance(core, DotProductAttention) or FUSED in names
 
 
-def _sliced(state: StepState, core: Any, kept: dict[int, KeysValues]) -> Callable[..., Any]:
+def _slice_attention(
+    state: StepState, core: Any, buffers: dict[int, KeysValues]
+) -> Callable[..., Any]:
     """Return the replacement of a core attention's forward."""
     inner, is_local = core.forward, isinstance(core, DotProductAttention)
 
@@ -167,7 +175,7 @@ def _sliced(state: StepState, core: Any, kept: dict[int, KeysValues]) -> Callabl
         part = state.tokens
         if part is None:
             return inner(query, key, value, attention_mask, **options)
-        keys, values = _UpToEnd.apply(state, kept, key, value)
+        keys, values = _KeysUpToEnd.apply(state, buffers, key, value)
         if part.begin == 0:
             return inner(query, keys, values, attention_mask, **options)
         # A later slice has more keys than queries, so the causal mask must be aligned at the bottom
@@ -194,22 +202,22 @@ def _mask(part: TokenRange, device: torch.device) -> Tensor:
 
 def _begin_at_slice(state: StepState, rotary: Any) -> None:
     """Make a rotary embedding return the rows of the slice from the table of the full sequence."""
-    length, table = rotary.get_rotary_seq_len, rotary.forward
+    get_length, make_table = rotary.get_rotary_seq_len, rotary.forward
 
     def get_rotary_seq_len(*args: Any, **options: Any) -> Any:
-        return length(*args, **options) if state.tokens is None else state.tokens.total
+        return get_length(*args, **options) if state.tokens is None else state.tokens.total
 
     def forward(*args: Any, **options: Any) -> Any:
-        made, part = table(*args, **options), state.tokens
+        table, part = make_table(*args, **options), state.tokens
         if part is None:
-            return made
-        if isinstance(made, tuple):  # the table and the scale of attention
-            return made[0][part.begin : part.end], *made[1:]
-        return made[part.begin : part.end]
+            return table
+        if isinstance(table, tuple):  # the table and the scale of attention
+            return table[0][part.begin : part.end], *table[1:]
+        return table[part.begin : part.end]
 
-    def rows(tables: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        made, part = tables(*args, **options), state.tokens
-        return made if part is None else tuple(each[part.begin : part.end] for each in made)
+    def rows(make_tables: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        tables, part = make_tables(*args, **options), state.tokens
+        return tables if part is None else tuple(table[part.begin : part.end] for table in tables)
 
     rotary.get_rotary_seq_len, rotary.forward = get_rotary_seq_len, forward
     if hasattr(rotary, "get_cached_cos_sin"):  # read by the fused kernel of latent attention

@@ -30,16 +30,16 @@ from megatron_vshape.mcore.step.stage import (
 )
 from megatron_vshape.mcore.step_state import TokenRange, unwrapped
 
-ALONG = ("input_ids", "position_ids", "labels", "loss_mask")
+_SEQUENCE_ARGUMENTS = ("input_ids", "position_ids", "labels", "loss_mask")
 """Batch entries of shape [b, s] or [..., s], which are sliced with the sequence."""
 
-MASK = "attention_mask"
+_MASK = "attention_mask"
 
-LABELS, COUNTS = "labels", "loss_mask"
+_LABELS, _LOSS_MASK = "labels", "loss_mask"
 """Labels and loss mask of multi-token prediction: all tokens count without a mask."""
 
 
-class _Called(NamedTuple):
+class _RecordedCall(NamedTuple):
     """The arguments of the model's call for a microbatch, and the returned loss function."""
 
     arguments: inspect.BoundArguments
@@ -48,12 +48,12 @@ class _Called(NamedTuple):
 
 @dataclass(eq=False)
 class Slices(StepHook):
-    """State of a step's slices on this rank; `lose` computes a loss from losses, [b, s]."""
+    """State of a step's slices on this rank; `compute_loss` computes a loss from losses, [b, s]."""
 
     count: int  # slices per microbatch
     length: int  # sequence length of a microbatch
-    lose: Callable[[Tensor, Any], Tensor | None] = field(init=False)
-    _calls: dict[tuple[int, int], _Called] = field(default_factory=dict)
+    compute_loss: Callable[[Tensor, Any], Tensor | None] = field(init=False)
+    _calls: dict[tuple[int, int], _RecordedCall] = field(default_factory=dict)
     _loss_functions: dict[int, Any] = field(default_factory=dict)  # latest, by stage
     _losses: dict[int, list[Tensor]] = field(default_factory=dict)
     _gradients: dict[int, Tensor] = field(default_factory=dict)
@@ -62,42 +62,46 @@ class Slices(StepHook):
 
     def tokens_of(self, number: int) -> TokenRange:
         """Return the tokens of the slice with this number in the schedule."""
-        microbatch, at = divmod(number, self.count)
-        own = self.length // self.count
-        return TokenRange(microbatch, at * own, (at + 1) * own, self.length)
+        microbatch, slice_index = divmod(number, self.count)
+        slice_length = self.length // self.count
+        return TokenRange(
+            microbatch, slice_index * slice_length, (slice_index + 1) * slice_length, self.length
+        )
 
     def forward(self, stage: int, is_last: bool, number: int, step: ForwardStep) -> ForwardStep:
         """Return the replacement of the trainer's function in F."""
         part = self.tokens_of(number)
         if part.begin:
-            return partial(self._later, stage, part)
-        return partial(self._first, step, stage, part)
+            return partial(self._run_later_slice, stage, part)
+        return partial(self._run_first_slice, step, stage, part)
 
-    def _first(
+    def _run_first_slice(
         self, step: ForwardStep, stage: int, part: TokenRange, iterator: Any, model: nn.Module
     ) -> Any:
-        noting = _Noting(model, part)
-        output, loss_function = step(iterator, noting)
+        recorder = _CallRecorder(model, part)
+        output, loss_function = step(iterator, recorder)
         # Later slices call the model directly, so they would miss any work around the model's call.
-        if noting.arguments is None or output is not noting.output:
+        if recorder.arguments is None or output is not recorder.output:
             raise UnsupportedError(
                 "--pipeline-slices does not support this script: its forward step must call the "
                 "model once and return its result. Change it, or remove --pipeline-slices"
             )
-        self._calls[stage, part.microbatch] = _Called(noting.arguments, loss_function)
+        self._calls[stage, part.microbatch] = _RecordedCall(recorder.arguments, loss_function)
         return output, self._loss_function(stage, part)
 
-    def _later(self, stage: int, part: TokenRange, iterator: Any, model: nn.Module) -> Any:
+    def _run_later_slice(
+        self, stage: int, part: TokenRange, iterator: Any, model: nn.Module
+    ) -> Any:
         arguments = self._calls[stage, part.microbatch].arguments
         return _call(model, arguments, part), self._loss_function(stage, part)
 
     def _loss_function(self, stage: int, part: TokenRange) -> Any:
         """Return the loss function of the running F; the last slice drops the recorded call."""
-        called = self._calls[stage, part.microbatch]
+        call = self._calls[stage, part.microbatch]
         if part.end == part.total:
             del self._calls[stage, part.microbatch]
-            self._loss_functions[stage] = called.loss_function
-        return called.loss_function
+            self._loss_functions[stage] = call.loss_function
+        return call.loss_function
 
     def output(self, is_last: bool, number: int, output: Tensor) -> Tensor:
         """Copy the last stage's output, because Megatron does not free the memory of a view."""
@@ -111,15 +115,15 @@ class Slices(StepHook):
                 f"the last stage returned {tuple(losses.shape)} of a slice of "
                 f"{part.end - part.begin} tokens, and slices need its losses: give the model labels"
             )
-        made = self._losses.setdefault(part.microbatch, [])
-        made.append(losses)
+        slice_losses = self._losses.setdefault(part.microbatch, [])
+        slice_losses.append(losses)
         if part.end < part.total:
             return
         # The trainer's function masks, averages and counts tokens, so it must see the full
         # microbatch.
-        whole = torch.cat(self._losses.pop(part.microbatch), dim=1)
+        full_losses = torch.cat(self._losses.pop(part.microbatch), dim=1)
         # One gradient for the B of all slices; the first slice's B, which runs last, drops it.
-        gradient = self.lose(whole, self._loss_functions[stage])
+        gradient = self.compute_loss(full_losses, self._loss_functions[stage])
         assert gradient is not None
         self._gradients[part.microbatch] = gradient
 
@@ -129,8 +133,8 @@ class Slices(StepHook):
             return received
         part = self.tokens_of(number)
         # The B of the first slice runs last.
-        take = self._gradients.pop if part.begin == 0 else self._gradients.__getitem__
-        return take(part.microbatch)[:, part.begin : part.end].contiguous()
+        get_gradient = self._gradients.pop if part.begin == 0 else self._gradients.__getitem__
+        return get_gradient(part.microbatch)[:, part.begin : part.end].contiguous()
 
 
 class Slicing(StepFeature):
@@ -144,8 +148,8 @@ class Slicing(StepFeature):
         """Return the number of slices per microbatch."""
         planner = self._pipeline.planner
         if not isinstance(planner.choice.slices, int):
-            fine = even_slices(planner.choice.slices, context.seq_length, context.config)
-            planner.configure(replace(planner.choice, slices=fine))
+            slice_counts = even_slices(planner.choice.slices, context.seq_length, context.config)
+            planner.configure(replace(planner.choice, slices=slice_counts))
             return planner.plan_step(context.num_microbatches).schedule.slices
         with refusing():
             check_sequence(planner.choice.slices, context.seq_length, context.config)
@@ -155,12 +159,12 @@ class Slicing(StepFeature):
         """Return the shared state of a step's slices."""
         if context.passes_per_microbatch > 1:
             slices = Slices(context.passes_per_microbatch, context.seq_length)
-            slices.lose = loss_maker(context)
+            slices.compute_loss = loss_maker(context)
             return slices
         return None
 
 
-class _Noting:
+class _CallRecorder:
     """Proxy of the model during the trainer's function, which records the call."""
 
     def __init__(self, model: nn.Module, part: TokenRange) -> None:
@@ -180,16 +184,19 @@ class _Noting:
 
 def _call(model: nn.Module, arguments: inspect.BoundArguments, part: TokenRange) -> Any:
     """Call the model for one slice."""
-    given = dict(arguments.arguments)
-    cut = _plain
+    full_arguments = dict(arguments.arguments)
+    cut_tensor = _slice_tensor
     if looks_ahead(model):
-        cut = TokensOfSlice.cut
+        cut_tensor = TokensOfSlice.cut
         # Without a mask, Megatron counts the tokens of the call. With one, `TokensOfSlice.sum`
         # counts those of the microbatch.
-        if given.get(COUNTS) is None and given.get(LABELS) is not None:
-            given[COUNTS] = torch.ones_like(given[LABELS])
-    own = {name: _cut(name, value, part, cut) for name, value in given.items()}
-    bound = inspect.BoundArguments(arguments.signature, own)
+        if full_arguments.get(_LOSS_MASK) is None and full_arguments.get(_LABELS) is not None:
+            full_arguments[_LOSS_MASK] = torch.ones_like(full_arguments[_LABELS])
+    slice_arguments = {
+        name: _slice_argument(name, value, part, cut_tensor)
+        for name, value in full_arguments.items()
+    }
+    bound = inspect.BoundArguments(arguments.signature, slice_arguments)
     return model(*bound.args, **bound.kwargs)
 
 
@@ -198,20 +205,20 @@ def looks_ahead(model: nn.Module) -> bool:
     return bool(getattr(unwrapped(model), "mtp_process", False))
 
 
-def _plain(whole: Tensor, part: TokenRange) -> Tensor:
-    return whole[..., part.begin : part.end].contiguous()
+def _slice_tensor(full_tensor: Tensor, part: TokenRange) -> Tensor:
+    return full_tensor[..., part.begin : part.end].contiguous()
 
 
-def _cut(
-    name: str, value: Any, part: TokenRange, cut: Callable[[Tensor, TokenRange], Tensor]
+def _slice_argument(
+    name: str, value: Any, part: TokenRange, cut_tensor: Callable[[Tensor, TokenRange], Tensor]
 ) -> Any:
     """Return the part of an argument that belongs to a slice."""
     if value is None or isinstance(value, bool) or value in ({}, ()):
         return value
     shape = value.shape if isinstance(value, Tensor) else ()
-    if name in ALONG and shape[-1:] == (part.total,):
-        return cut(value, part)
-    if name == MASK and shape[-2:] == (part.total, part.total):
+    if name in _SEQUENCE_ARGUMENTS and shape[-1:] == (part.total,):
+        return cut_tensor(value, part)
+    if name == _MASK and shape[-2:] == (part.total, part.total):
         return value[..., part.begin : part.end, : part.end]
     raise UnsupportedError(
         f"--pipeline-slices cannot slice {name}, {tuple(shape) or type(value).__name__}"
@@ -228,23 +235,23 @@ class TokensOfSlice(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    whole: Tensor
+    full_tensor: Tensor
     part: TokenRange
 
     @staticmethod
-    def cut(whole: Tensor, part: TokenRange) -> TokensOfSlice:
+    def cut(full_tensor: Tensor, part: TokenRange) -> TokensOfSlice:
         """Return the part of the slice `part`."""
-        own = whole[..., part.begin : part.end].contiguous().as_subclass(TokensOfSlice)
-        own.whole, own.part = whole, part
-        return own
+        tokens = full_tensor[..., part.begin : part.end].contiguous().as_subclass(TokensOfSlice)
+        tokens.full_tensor, tokens.part = full_tensor, part
+        return tokens
 
     def clone(self, *_: Any, **__: Any) -> TokensOfSlice:
         """Return a copy that references a copy of the full tensor."""
-        return TokensOfSlice.cut(self.whole.clone(), self.part)
+        return TokensOfSlice.cut(self.full_tensor.clone(), self.part)
 
     def sum(self, *args: Any, **options: Any) -> Tensor:
         """Return the sum over the microbatch."""
-        return self.whole.sum(*args, **options)
+        return self.full_tensor.sum(*args, **options)
 
 
 @replaces
@@ -257,7 +264,7 @@ def roll_tensor(
     """
     if not isinstance(tensor, TokensOfSlice):
         return original(tensor, *args, **options)
-    rolled, *counted = original(tensor.whole, *args, **options)
+    rolled, *counted = original(tensor.full_tensor, *args, **options)
     # Multi-token prediction rolls once per depth, so the result must reference the microbatch
     # again.
     return TokensOfSlice.cut(rolled, tensor.part), *counted

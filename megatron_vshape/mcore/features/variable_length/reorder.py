@@ -35,16 +35,16 @@ Lengths = Callable[[Any], Sequence[int]]
 """Returns the lengths of the sequences in a microbatch, as the data iterator returns it."""
 
 
-class _FoundOrder(NamedTuple):
+class _OrderDecision(NamedTuple):
     """The decision of one rank for all ranks that share the microbatches."""
 
-    knows: bool  # whether batches contain lengths
+    has_lengths: bool  # whether batches contain lengths
     order: tuple[int, ...] | None = None  # None: the order of the iterator
     fault: str | None = None  # error message, if there is no order
 
 
 PACKED = ("cu_seqlens", "cu_seqlens_q")
-BACKWARD_OF_ATTENTION = 2.5
+_ATTENTION_BACKWARD_RATIO = 2.5
 """Backward FLOPs of attention relative to forward; without weights, all of them are in B."""
 
 
@@ -57,18 +57,18 @@ def lengths_of(item: Any, is_unpadded: bool) -> list[int] | None:
     packed = getattr(item, "packed_seq_params", None)
     if isinstance(item, dict):
         packed = item.get("packed_seq_params", packed)
-        ends = next((item[name] for name in PACKED if isinstance(item.get(name), Tensor)), None)
+        offsets = next((item[name] for name in PACKED if isinstance(item.get(name), Tensor)), None)
     else:
-        ends = None
-    if ends is None and packed is not None:
-        ends = getattr(packed, "cu_seqlens_q", None)
-    if ends is not None:
-        return [int(each) for each in ends.reshape(-1).diff().tolist() if each > 0]
+        offsets = None
+    if offsets is None and packed is not None:
+        offsets = getattr(packed, "cu_seqlens_q", None)
+    if offsets is not None:
+        return [int(length) for length in offsets.reshape(-1).diff().tolist() if length > 0]
     if not is_unpadded or not isinstance(item, dict):
         return None
     mask = item.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2:
-        return [int(each) for each in mask.sum(-1).tolist()]
+        return [int(length) for length in mask.sum(-1).tolist()]
     tokens = next((item[name] for name in ("tokens", "input_ids") if name in item), None)
     if not isinstance(tokens, Tensor) or tokens.dim() not in (1, 2):
         return None
@@ -83,14 +83,14 @@ class InOrder:
         self._source = source
         self._order = list(order)
         self._read: list[Any] = []
-        self._given = 0
+        self._num_returned = 0
 
     def __iter__(self) -> InOrder:
         return self
 
     def __next__(self) -> Any:
-        number = self._order[self._given]
-        self._given += 1
+        number = self._order[self._num_returned]
+        self._num_returned += 1
         while len(self._read) <= number:
             self._read.append(next(self._source))
         item, self._read[number] = self._read[number], None
@@ -132,16 +132,16 @@ class MicrobatchReorderer:
     decide independently.
     """
 
-    def __init__(self, config: Any, given: Lengths | None) -> None:
+    def __init__(self, config: Any, lengths_function: Lengths | None) -> None:
         """Set the model's config, and the user's function for lengths, if any."""
-        self._given = given
+        self._lengths_function = lengths_function
         self._is_unpadded = bool(config.variable_seq_lengths)
         self._attention = float(config.kv_channels * config.num_attention_heads)
         self._weights = _weights_of_layer(config, self._attention)
-        self._knows: bool | None = None  # whether batches have lengths; None before the first step
+        self._has_lengths: bool | None = None  # of the batches; None before the first step
         self._graphs: dict[int, tuple[PlannedStep, PassGraph]] = {}
         self.last: MicrobatchOrder | None = None
-        self._has_told = False
+        self._has_logged = False
 
     def order(
         self, plan: PlannedStep, iterators: Sequence[Any], count: int, groups: Any, first_rank: int
@@ -154,79 +154,84 @@ class MicrobatchReorderer:
         Raises:
             RefusedError: On all these ranks, if the user's `lengths` function returns no lengths.
         """
-        found: list[Any] = [None]
-        finds = False
-        read = list(iterators)
+        decision: list[Any] = [None]
+        is_deciding = False
+        readers = list(iterators)
         # The decision goes from one rank to its context-parallel group, then to the tensor-parallel
         # group, and from the first stage to all others.
-        if self._knows is not False and groups.pp.rank() == first_rank:
+        if self._has_lengths is not False and groups.pp.rank() == first_rank:
             if groups.tp.rank() == 0:
                 if groups.cp.rank() == 0:
-                    finds = True
-                    read, found[0] = self._attempted(plan, iterators, count)
-                _broadcast(found, groups.cp, 0, groups.pp.rank())
-            _broadcast(found, groups.tp, 0, groups.pp.rank())
-        if self._knows is not False:
-            _broadcast(found, groups.pp, first_rank, groups.pp.rank())
-        if self._knows is False or found[0] is None:
-            return None, read
-        self._knows, order, fault = found[0]
+                    is_deciding = True
+                    readers, decision[0] = self._try_to_decide(plan, iterators, count)
+                _broadcast(decision, groups.cp, 0, groups.pp.rank())
+            _broadcast(decision, groups.tp, 0, groups.pp.rank())
+        if self._has_lengths is not False:
+            _broadcast(decision, groups.pp, first_rank, groups.pp.rank())
+        if self._has_lengths is False or decision[0] is None:
+            return None, readers
+        self._has_lengths, order, fault = decision[0]
         if fault is not None:
             # Only this replica has the error, and rank 0 may be in another one.
-            raise RefusedError(fault, prints=finds)
+            raise RefusedError(fault, prints=is_deciding)
         if order is None:
-            return None, read
-        made: dict[int, InOrder] = {}
-        for each in read:
-            if each is not None and id(each) not in made:
-                made[id(each)] = InOrder(each, order)
-        return order, [each if each is None else made[id(each)] for each in read]
+            return None, readers
+        reordered: dict[int, InOrder] = {}
+        for reader in readers:
+            if reader is not None and id(reader) not in reordered:
+                reordered[id(reader)] = InOrder(reader, order)
+        return order, [reader if reader is None else reordered[id(reader)] for reader in readers]
 
-    def _attempted(
+    def _try_to_decide(
         self, plan: PlannedStep, iterators: Sequence[Any], count: int
-    ) -> tuple[list[Any], _FoundOrder]:
+    ) -> tuple[list[Any], _OrderDecision]:
         """Decide; an error is also a result, because the other ranks wait for one."""
         try:
             return self._decided(plan, iterators, count)
         except UnsupportedError as error:
-            return list(iterators), _FoundOrder(True, fault=str(error))
+            return list(iterators), _OrderDecision(True, fault=str(error))
 
     def _decided(
         self, plan: PlannedStep, iterators: Sequence[Any], count: int
-    ) -> tuple[list[Any], _FoundOrder]:
+    ) -> tuple[list[Any], _OrderDecision]:
         """Return iterators that return the inspected microbatches again, and the decision."""
-        first = next((each for each in iterators if hasattr(each, "__next__")), None)
+        first = next((iterator for iterator in iterators if hasattr(iterator, "__next__")), None)
         if first is None:
-            return list(iterators), _FoundOrder(False)
-        ahead = PeekableIterator(first)
-        read = [ahead if each is first else each for each in iterators]
-        return read, self._found(plan, count, ahead.look)
+            return list(iterators), _OrderDecision(False)
+        peekable = PeekableIterator(first)
+        readers = [peekable if iterator is first else iterator for iterator in iterators]
+        return readers, self._find_order(plan, count, peekable.look)
 
-    def _found(self, plan: PlannedStep, count: int, look: Callable[[int], Any]) -> _FoundOrder:
+    def _find_order(
+        self, plan: PlannedStep, count: int, look: Callable[[int], Any]
+    ) -> _OrderDecision:
         lengths: list[list[int]] = []
         for number in range(count):
-            own = self._lengths(look(number))
-            if own is None and not lengths:  # other microbatches will not have lengths either
-                return _FoundOrder(False)
-            lengths.append(own or [])
-        return _FoundOrder(True, self._chosen(plan, lengths))
+            sequence_lengths = self._lengths(look(number))
+            # If the first microbatch has no lengths, the others will not have lengths either.
+            if sequence_lengths is None and not lengths:
+                return _OrderDecision(False)
+            lengths.append(sequence_lengths or [])
+        return _OrderDecision(True, self._choose_order(plan, lengths))
 
     def _lengths(self, item: Any) -> list[int] | None:
-        if self._given is None:
+        if self._lengths_function is None:
             return lengths_of(item, self._is_unpadded)
-        lengths = list(self._given(item))
-        if not lengths or not all(isinstance(each, int) and each > 0 for each in lengths):
+        lengths = list(self._lengths_function(item))
+        if not lengths or not all(isinstance(length, int) and length > 0 for length in lengths):
             raise UnsupportedError(
                 f"lengths returned {lengths!r:.60} for a microbatch: it must return the lengths of "
                 "its sequences, whole numbers above 0"
             )
         return lengths
 
-    def _chosen(
+    def _choose_order(
         self, plan: PlannedStep, lengths: Sequence[Sequence[int]]
     ) -> tuple[int, ...] | None:
         """Return the order with the shortest predicted step; None if it is the given order."""
-        if len({tuple(sorted(each)) for each in lengths}) == 1 or not all(map(sum, lengths)):
+        if len({tuple(sorted(sequence_lengths)) for sequence_lengths in lengths}) == 1 or not all(
+            map(sum, lengths)
+        ):
             return None
         schedule = plan.schedule
         costs = plan.costs or Costs.uniform(schedule.num_devices, schedule.num_stages)
@@ -237,8 +242,8 @@ class MicrobatchReorderer:
         self.last = reorder_microbatches(schedule, costs, 0.0, graph=self._graphs[id(plan)][1])
         if self.last.order == tuple(range(len(lengths))):
             return None
-        if not self._has_told and dist.get_rank() == 0:
-            self._has_told = True
+        if not self._has_logged and dist.get_rank() == 0:
+            self._has_logged = True
             gain = self.last.initial_us / self.last.best_us - 1
             logger.warning(
                 "variable-length microbatches reordered; estimated step time -%.1f %% "
@@ -252,27 +257,27 @@ class MicrobatchReorderer:
 
         GEMMs with weights scale with the tokens, attention with the squares of the lengths.
         """
-        tokens = [float(sum(each)) for each in lengths]
-        squares = [float(sum(x * x for x in each)) for each in lengths]
+        tokens = [float(sum(sequence_lengths)) for sequence_lengths in lengths]
+        squares = [float(sum(x * x for x in sequence_lengths)) for sequence_lengths in lengths]
 
         def share(attention: float) -> tuple[float, ...]:
             work = [
                 t * self._weights + attention * self._attention * s
                 for t, s in zip(tokens, squares, strict=True)
             ]
-            return tuple(each * len(work) / sum(work) for each in work)
+            return tuple(microbatch_work * len(work) / sum(work) for microbatch_work in work)
 
-        of_times = share(1.0), share(BACKWARD_OF_ATTENTION), share(0.0)
-        by_time = dict(zip(TIMES, of_times, strict=True))
+        shares = share(1.0), share(_ATTENTION_BACKWARD_RATIO), share(0.0)
+        by_time = dict(zip(TIMES, shares, strict=True))
         if costs.whole_backward_us is not None:
             # A full backward costs 2x the forward for GEMMs and 2.5x for attention: half of that
             # relative to GEMMs.
-            by_time["whole_backward_us"] = share(BACKWARD_OF_ATTENTION / 2)
+            by_time["whole_backward_us"] = share(_ATTENTION_BACKWARD_RATIO / 2)
         by_name = by_time | dict.fromkeys(HELD, share(0.0))
         return replace(costs, by_microbatch=tuple(by_name.items()))
 
 
-def _broadcast(found: list[Any], group: Any, source: int, device: int) -> None:
+def _broadcast(decision: list[Any], group: Any, source: int, device: int) -> None:
     """Broadcast the decision of one rank to the group.
 
     Raises:
@@ -281,7 +286,7 @@ def _broadcast(found: list[Any], group: Any, source: int, device: int) -> None:
     if group.size() == 1:
         return
     try:
-        dist.broadcast_object_list(found, group=group, group_src=source)
+        dist.broadcast_object_list(decision, group=group, group_src=source)
     except RuntimeError as error:
         raise TransportError(
             f"rank {dist.get_rank()} (device {device}): asks for the places of a step's "
@@ -293,11 +298,11 @@ def _weights_of_layer(config: Any, attention: float) -> float:
     """Return the number of weights per layer that a token is multiplied by."""
     hidden = config.hidden_size
     groups = config.num_query_groups or config.num_attention_heads
-    own = hidden * (2 * attention + 2 * groups * config.kv_channels)
+    attention_weights = hidden * (2 * attention + 2 * groups * config.kv_channels)
     inner = config.ffn_hidden_size
     if config.num_moe_experts:
         inner = (config.moe_ffn_hidden_size or inner) * config.moe_router_topk
-    return float(own + hidden * inner * (3 if config.gated_linear_unit else 2))
+    return float(attention_weights + hidden * inner * (3 if config.gated_linear_unit else 2))
 
 
 class VariableLength(StepFeature):
@@ -341,13 +346,13 @@ def has_dropout(chunks: Sequence[nn.Module], group: Any) -> bool:
     Adapters (LoRA) have such modules. After reordering, a microbatch would get the random numbers
     of another one. All ranks of `group` call this.
     """
-    modules = (each for chunk in chunks for each in chunk.modules())
-    own = any(isinstance(each, _DropoutNd) and each.p > 0 for each in modules)
-    everyones = [own] * group.size()
-    dist.all_gather_object(everyones, own, group=group)
-    if any(everyones) and dist.get_rank() == 0:
+    modules = (module for chunk in chunks for module in chunk.modules())
+    is_active = any(isinstance(module, _DropoutNd) and module.p > 0 for module in modules)
+    active_ranks = [is_active] * group.size()
+    dist.all_gather_object(active_ranks, is_active, group=group)
+    if any(active_ranks) and dist.get_rank() == 0:
         logger.info("microbatches keep their order: the model has an active Dropout module")
-    return any(everyones)
+    return any(active_ranks)
 
 
 def may_reorder(config: Any) -> bool:
@@ -358,5 +363,7 @@ def may_reorder(config: Any) -> bool:
     """
     draws = config.attention_dropout, config.hidden_dropout, config.moe_input_jitter_eps
     balancing = config.moe_router_load_balancing_type
-    so_far = "global_aux_loss" in ([balancing] if isinstance(balancing, str) else balancing)
-    return not any(draws) and not (config.num_moe_experts and so_far)
+    depends_on_order = "global_aux_loss" in (
+        [balancing] if isinstance(balancing, str) else balancing
+    )
+    return not any(draws) and not (config.num_moe_experts and depends_on_order)

@@ -118,7 +118,7 @@ class LossOfLogits:
     iterator: Any  # second reader of its data
     forward_step_func: Callable[..., Any]
     shards: Any  # this rank's shard of the rows: `features.vocabulary.model.Shards`
-    lose: Callable[..., Any]  # result of `stage.loss_maker`
+    compute_loss: Callable[..., Any]  # result of `stage.loss_maker`
     faults: LateFaults  # faults of the step
 
     def of(self, hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor | None:
@@ -158,7 +158,7 @@ class LossOfLogits:
             for name, value in ("forward", call), ("pre_process", True), ("post_process", True):
                 replaced.put(inner, name, value)
             output, function = self.forward_step_func(self.iterator, self.model)
-            self.lose(output, function, is_leaf=False)
+            self.compute_loss(output, function, is_leaf=False)
         return gradients[0] if gradients else None
 
     def _check(self) -> None:

@@ -146,7 +146,7 @@ class SharedVocabulary(StepHook):
             self.tokens_shape = batch, length * whole
         # Computes the loss of a microbatch from its losses, [b, s], and the loss function of F.
         reports = context.groups.pp.rank() == self.stage_map.loss_rank
-        self.lose = loss_maker(context, reports)
+        self.compute_loss = loss_maker(context, reports)
         self._rows = unwrapped(self.first).embedding.word_embeddings
         head = unwrapped(self.last).output_layer
         self._table = self._rows.weight
@@ -370,7 +370,7 @@ class SharedVocabulary(StepHook):
             self.again,
             self.forward_step_func,
             self._modules[0].tp_group,
-            self.lose,
+            self.compute_loss,
             self._faults,
         )
         with self._last_calls.rest_of_call(microbatch):
@@ -594,7 +594,9 @@ class SharedVocabulary(StepHook):
     def _make_loss(self, microbatch: int) -> None:
         whole, batches = self._sum(microbatch), self._shapes[microbatch][0]
         losses = self._by_sequence(microbatch, whole.losses)
-        gradient = self.lose(losses[:batches].contiguous(), self._loss_functions.pop(microbatch))
+        gradient = self.compute_loss(
+            losses[:batches].contiguous(), self._loss_functions.pop(microbatch)
+        )
         if gradient is not None:
             _, *further = losses.split(batches)
             _, *best = self._by_sequence(microbatch, whole.best).split(batches)
