@@ -165,17 +165,17 @@ class VocabularyFeature(Feature):
     def change_arguments(self, args: Any, pipeline: Pipeline) -> None:
         """Make Megatron pad the vocabulary to a multiple of the ranks that share it."""
         if pipeline.choice.shards_output_layer:
-            from megatron_vshape.mcore.features.vocabulary.model import pad
+            from megatron_vshape.mcore.features.vocabulary.model import pad_vocabulary
 
-            pad(args, pipeline.stage_map.num_ranks)
+            pad_vocabulary(args, pipeline.stage_map.num_ranks)
 
     def build_chunk(self, built: BuiltChunk) -> None:
         """Replace embedding and output layer of a chunk by the rows of this rank."""
         if built.pipeline.choice.shards_output_layer:
-            from megatron_vshape.mcore.features.vocabulary.model import convert_rows, share
+            from megatron_vshape.mcore.features.vocabulary.model import convert_rows, share_rows
 
             stage_map = built.pipeline.stage_map
-            share(built.state, built.first, built.model, stage_map, built.rank, built.chunk)
+            share_rows(built.state, built.first, built.model, stage_map, built.rank, built.chunk)
             convert_rows(built.patch)
 
     def owns_embeddings(self, pipeline: Pipeline, model: Any) -> bool:
@@ -231,9 +231,13 @@ class SharedEnds:
         """Return the split of a model with vocabulary parallelism."""
         estimate = self._shared(args, sizes, None, layers, placement)
         if costs is not None:
-            measured, known = pieces_of(sizes, costs), costs.shards_output_layer
-            others = costs if known else self._shared(args, sizes, measured, layers, placement)
-            costs = self.without(sizes, measured).costs(layers).having(**dict(others.others))
+            measured, has_vocabulary = pieces_of(sizes, costs), costs.shards_output_layer
+            vocabulary_costs = (
+                costs if has_vocabulary else self._shared(args, sizes, measured, layers, placement)
+            )
+            costs = (
+                self.without(sizes, measured).costs(layers).having(**dict(vocabulary_costs.others))
+            )
         return Split(layers, costs, estimate, shares=sizes.shares)
 
     def _shared(
@@ -251,15 +255,19 @@ class SharedEnds:
         hidden element.
         """
         stages, ranks = len(placement), max(placement) + 1
-        each, count = sizes.blocks / stages, sizes.predicting
+        blocks_per_stage, num_predicting = sizes.blocks / stages, sizes.predicting
         pieces = measured or estimated_pieces(sizes, stages)
-        further = self.without(sizes, pieces).last
-        pieces = replace(pieces, last=pieces.last.over(further).times(1 / (1 + count)))
+        prediction_piece = self.without(sizes, pieces).last
+        pieces = replace(
+            pieces, last=pieces.last.over(prediction_piece).times(1 / (1 + num_predicting))
+        )
         # Values stored per token from LOGITS to HEAD_WEIGHT.
-        numbers = (vocabulary_size(args) or 0) / ranks + args.hidden_size
-        held = (1 + count) * numbers / (17 * args.hidden_size * each)
+        stored_values = (vocabulary_size(args) or 0) / ranks + args.hidden_size
+        stored_memory = (
+            (1 + num_predicting) * stored_values / (17 * args.hidden_size * blocks_per_stage)
+        )
         if measured is not None:
-            held *= each * measured.layer.held_after_forward_bytes
-        sum_us = ALL_REDUCE_TIME * each * pieces.layer.forward_us
-        shared = shared_pieces(pieces, ranks, sum_us, held, count)
+            stored_memory *= blocks_per_stage * measured.layer.held_after_forward_bytes
+        all_reduce_us = ALL_REDUCE_TIME * blocks_per_stage * pieces.layer.forward_us
+        shared = shared_pieces(pieces, ranks, all_reduce_us, stored_memory, num_predicting)
         return with_predicting(shared, sizes).costs(layers)

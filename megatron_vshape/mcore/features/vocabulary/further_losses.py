@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_vshape.mcore.hook import Replaced
 
-COUNTS = ("save_metrics_to_tracker", "save_loss_to_tracker")
+_RECORD_METHODS = ("save_metrics_to_tracker", "save_loss_to_tracker")
 """Megatron's names of the method that records layer losses; the second up to 0.18."""
 
 
@@ -49,7 +49,7 @@ class _Layer:
     losses: Tensor  # [s, b, 1], the zeros
     labels: Tensor | None = None  # [b, s]
     weights: Tensor | None = None  # weights of the losses in the logged mean, [b, s]
-    count: Callable[[Tensor, Tensor], None] | None = None  # records the mean and the hits
+    record: Callable[[Tensor, Tensor], None] | None = None  # records the mean and the hits
     gradient: Tensor | None = None  # gradient of the losses, [b, s]
 
 
@@ -57,42 +57,42 @@ class _Layer:
 class FurtherLosses:
     """The multi-token prediction losses of a step's microbatches, on the loss rank."""
 
-    layers: int
+    num_layers: int
     shapes: Mapping[int, tuple[int, int]]  # [b, s] of each microbatch on this rank
-    _made: dict[int, list[_Layer]] = field(default_factory=dict)
+    _layers: dict[int, list[_Layer]] = field(default_factory=dict)
     _hidden_gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     @contextmanager
     def forward(self, microbatch: int) -> Iterator[None]:
         """Context for the model's call in the F of the last stage."""
-        made = self._made[microbatch] = []
-        counted: list[inspect.BoundArguments] = []
+        layers = self._layers[microbatch] = []
+        calls: list[inspect.BoundArguments] = []
         helper = MTPLossLoggingHelper
-        count = next(getattr(helper, name) for name in COUNTS if hasattr(helper, name))
-        signature = inspect.signature(count)
+        record = next(getattr(helper, name) for name in _RECORD_METHODS if hasattr(helper, name))
+        signature = inspect.signature(record)
 
         def keep(*args: Any, **options: Any) -> None:
-            counted.append(signature.bind(*args, **options))
+            calls.append(signature.bind(*args, **options))
 
         with Replaced() as replaced:
-            replaced.put(helper, count.__name__, keep)
+            replaced.put(helper, record.__name__, keep)
             yield
-        for layer, given in zip(made, counted, strict=False):
-            mean = given.arguments["loss"]
+        for layer, call in zip(layers, calls, strict=False):
+            mean = call.arguments["loss"]
             if mean.requires_grad:  # otherwise no token has a loss weight
                 (weights,) = torch.autograd.grad(mean, layer.losses, retain_graph=True)
                 layer.weights = _by_sequence(weights)
-            given.arguments["loss"] = mean.detach()
-            layer.count = partial(_count, count, given)
+            call.arguments["loss"] = mean.detach()
+            layer.record = partial(_record_loss, record, call)
 
     def begin(self, microbatch: int, hidden: Tensor) -> Tensor | None:
         """Return the replacement of the next layer's logits; None for the main logits."""
-        made = self._made[microbatch]
-        if len(made) == self.layers:
+        layers = self._layers[microbatch]
+        if len(layers) == self.num_layers:
             return None
-        take = partial(self._hidden_gradients.pop, (microbatch, len(made)))
+        take = partial(self._hidden_gradients.pop, (microbatch, len(layers)))
         losses: Tensor = _LaterLosses.apply(hidden, (*self.shapes[microbatch][::-1], 1), take)
-        made.append(_Layer(hidden.detach(), losses))
+        layers.append(_Layer(hidden.detach(), losses))
         return losses
 
     def keep_labels(self, microbatch: int, labels: Tensor, logits: Tensor) -> Tensor | None:
@@ -100,7 +100,7 @@ class FurtherLosses:
 
         `logits` is the return value of `begin` for the layer.
         """
-        for layer in self._made[microbatch]:
+        for layer in self._layers[microbatch]:
             if layer.losses is logits:
                 layer.labels = labels
                 return _by_sequence(logits)
@@ -111,37 +111,37 @@ class FurtherLosses:
 
         `hidden` is the output of F with its graph.
         """
-        made = self._made[microbatch]
-        if not made:
+        layers = self._layers[microbatch]
+        if not layers:
             return hidden.detach(), labels
-        losses, nothing = [each.losses for each in made], hidden.new_zeros(()).expand_as(hidden)
+        losses, zeros = [layer.losses for layer in layers], hidden.new_zeros(()).expand_as(hidden)
         # Megatron attaches a loss by a function whose gradient does not depend on the output's, so
         # zeros are enough.
-        gradients = torch.autograd.grad(hidden, losses, nothing, retain_graph=True)
-        for layer, gradient in zip(made, gradients, strict=True):
+        gradients = torch.autograd.grad(hidden, losses, zeros, retain_graph=True)
+        for layer, gradient in zip(layers, gradients, strict=True):
             layer.gradient = _by_sequence(gradient)
-        whole = torch.cat([hidden.detach(), *(layer.hidden for layer in made)], dim=1)
-        return whole, torch.cat([labels, *(_known(layer.labels) for layer in made)])
+        output = torch.cat([hidden.detach(), *(layer.hidden for layer in layers)], dim=1)
+        return output, torch.cat([labels, *(_required(layer.labels) for layer in layers)])
 
     def forget(self, microbatch: int) -> None:
         """Free a microbatch without training."""
-        self._made.pop(microbatch, None)
+        self._layers.pop(microbatch, None)
 
-    def learn(
-        self, microbatch: int, losses: Sequence[Tensor], best: Sequence[Tensor]
+    def record_losses(
+        self, microbatch: int, losses: Sequence[Tensor], best_rows: Sequence[Tensor]
     ) -> list[Tensor]:
         """Record every layer's true losses for the log; return their gradients, all [b, s].
 
         `best` has the index of the vocabulary row with the largest logit.
         """
         gradients = []
-        made = self._made.pop(microbatch)
-        for layer, true, found in zip(made, losses, best, strict=True):
-            weights = torch.zeros_like(true) if layer.weights is None else layer.weights
-            hits = (found == _known(layer.labels)) & (weights != 0)
-            if layer.count is not None:
-                layer.count((weights * true).sum(), hits.sum().float())
-            gradients.append(_known(layer.gradient))
+        layers = self._layers.pop(microbatch)
+        for layer, true_losses, best_row in zip(layers, losses, best_rows, strict=True):
+            weights = torch.zeros_like(true_losses) if layer.weights is None else layer.weights
+            hits = (best_row == _required(layer.labels)) & (weights != 0)
+            if layer.record is not None:
+                layer.record((weights * true_losses).sum(), hits.sum().float())
+            gradients.append(_required(layer.gradient))
         return gradients
 
     def keep_gradients(self, microbatch: int, gradients: Sequence[Tensor]) -> None:
@@ -150,13 +150,13 @@ class FurtherLosses:
             self._hidden_gradients[microbatch, layer] = gradient
 
 
-def _count(
-    count: Callable[..., None], given: inspect.BoundArguments, mean: Tensor, hits: Tensor
+def _record_loss(
+    record: Callable[..., None], call: inspect.BoundArguments, mean: Tensor, hits: Tensor
 ) -> None:
-    given.arguments["loss"] = mean
-    if "correct" in given.arguments:
-        given.arguments["correct"] = hits
-    count(*given.args, **given.kwargs)
+    call.arguments["loss"] = mean
+    if "correct" in call.arguments:
+        call.arguments["correct"] = hits
+    record(*call.args, **call.kwargs)
 
 
 def _by_sequence(numbers: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ def _by_sequence(numbers: Tensor) -> Tensor:
     return numbers.squeeze(-1).t()
 
 
-def _known(tensor: Tensor | None) -> Tensor:
+def _required(tensor: Tensor | None) -> Tensor:
     if tensor is None:
         raise RuntimeError("a layer of multi-token prediction has made logits and no losses")
     return tensor

@@ -39,11 +39,11 @@ from megatron_vshape.mcore.step_state import StepState, unwrapped
 _LEAVE_OUT = "remove --pipeline-vocab-parallel"
 
 
-class _WantsLogits(BaseException):
+class _LogitsRequested(BaseException):
     """Stops a trainer's function that called the model without labels, before it gets logits."""
 
 
-class _OwnLogits(torch.autograd.Function):
+class _LocalLogits(torch.autograd.Function):
     """Logits [b, s, rows] of a hidden state [s, b, h]; `keep` gets their gradient [s, b, rows]."""
 
     @staticmethod
@@ -91,21 +91,21 @@ def called_up_to_logits(
             `labels`,
         it is stopped there: None and the output of the model.
     """
-    inner, known = unwrapped(model), len(labels)
+    inner, num_labels = unwrapped(model), len(labels)
     run, outputs = inner.forward, list[Tensor]()
 
     def stop_at_logits(*args: Any, **options: Any) -> Any:
         output = run(*args, **options)
-        if len(labels) == known:
+        if len(labels) == num_labels:
             outputs.append(output)
-            raise _WantsLogits
+            raise _LogitsRequested
         return output
 
     with Replaced() as replaced:
         replaced.put(inner, "forward", stop_at_logits)
         try:
             return forward_step_func(iterator, model), None
-        except _WantsLogits:
+        except _LogitsRequested:
             return None, outputs[0]
 
 
@@ -121,7 +121,7 @@ class LossOfLogits:
     compute_loss: Callable[..., Any]  # result of `stage.loss_maker`
     faults: LateFaults  # faults of the step
 
-    def of(self, hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor | None:
+    def compute_gradient(self, hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor | None:
         """Compute the loss of a microbatch; return the gradient of this rank's logits [s, b, rows].
 
         None if the loss does not depend on the logits.
@@ -134,7 +134,7 @@ class LossOfLogits:
         Raises:
             UnsupportedError: This rank has no data or different data, or its model gathers logits.
         """
-        self._check()
+        self._check_data()
         inner = unwrapped(self.model)
         gradients: list[Tensor] = []
         signature = inspect.signature(type(inner).forward)
@@ -148,12 +148,12 @@ class LossOfLogits:
         with Replaced() as replaced, state:
 
             def call(*args: Any, **options: Any) -> Tensor:
-                read = signature.bind(inner, *args, **options).arguments.get("input_ids")
-                self._check_tokens(read, tokens)
-                self._take_all_for_tensor_parallel(replaced)
+                input_tokens = signature.bind(inner, *args, **options).arguments.get("input_ids")
+                self._check_tokens(input_tokens, tokens)
+                self._set_tensor_parallel_group(replaced)
                 ranks.of_rows = self.shards.size()
-                made: Tensor = _OwnLogits.apply(anchor, hidden, weight, gradients.append)
-                return made
+                logits: Tensor = _LocalLogits.apply(anchor, hidden, weight, gradients.append)
+                return logits
 
             for name, value in ("forward", call), ("pre_process", True), ("post_process", True):
                 replaced.put(inner, name, value)
@@ -161,7 +161,7 @@ class LossOfLogits:
             self.compute_loss(output, function, is_leaf=False)
         return gradients[0] if gradients else None
 
-    def _check(self) -> None:
+    def _check_data(self) -> None:
         if self.iterator is None:
             raise UnsupportedError(
                 f"rank {dist.get_rank()} has no data iterator, and with a shared vocabulary every "
@@ -173,15 +173,15 @@ class LossOfLogits:
                 f"shared vocabulary every rank has its own: have it not gather, or {_LEAVE_OUT}"
             )
 
-    def _check_tokens(self, read: Tensor | None, tokens: Tensor) -> None:
+    def _check_tokens(self, input_tokens: Tensor | None, tokens: Tensor) -> None:
         self.faults.add(
-            True if read is None else unlike(read, tokens),
+            True if input_tokens is None else unlike(input_tokens, tokens),
             f"rank {dist.get_rank()} has read another microbatch than the first stage, and "
             "with a shared vocabulary every rank makes the loss of its rows of the logits: "
             f"give all ranks of a pipeline the same microbatches, or {_LEAVE_OUT}",
         )
 
-    def _take_all_for_tensor_parallel(self, replaced: Replaced) -> None:
+    def _set_tensor_parallel_group(self, replaced: Replaced) -> None:
         """Set the ranks that share the vocabulary as Megatron's tensor-parallel group."""
         group = parallel_state.get_model_parallel_group()
         if (group.rank(), group.size()) != (self.shards.rank(), self.shards.size()):
@@ -219,7 +219,7 @@ def _unsmoothed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
 
     def checked(
-        ctx: Any, logits: Tensor, target: Tensor, label_smoothing: float = 0.0, *rest: Any
+        ctx: Any, logits: Tensor, target: Tensor, label_smoothing: float = 0.0, *args: Any
     ) -> Tensor:
         if label_smoothing > 0:
             raise UnsupportedError(
@@ -228,12 +228,12 @@ def _unsmoothed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 "rows of a rank, which has only a part of the vocabulary. Set label_smoothing to "
                 "0, or remove --pipeline-vocab-parallel"
             )
-        return forward(ctx, logits, target, label_smoothing, *rest)
+        return forward(ctx, logits, target, label_smoothing, *args)
 
     return checked
 
 
-def tensor_parallel_world_size(session: Session, original: Function) -> Function:
+def _tensor_parallel_world_size(session: Session, original: Function) -> Function:
     """Return the number of vocabulary-parallel ranks during a trainer's loss of logits."""
 
     @functools.wraps(original)
@@ -252,7 +252,7 @@ HOOKS = (
         "get_tensor_model_parallel_world_size",
         (),
         "counts the ranks that share the vocabulary while a trainer makes its own loss of logits",
-        tensor_parallel_world_size,
+        _tensor_parallel_world_size,
         everywhere=True,
     ),
 )

@@ -49,14 +49,14 @@ class Shards(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _LookUp:
+class _SharedLookup:
     """Replaces the forward of the word embedding on the first stage."""
 
     state: StepState
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.state.shared_ends.embedded(tokens)
-        return found
+        embeddings: Tensor = self.state.shared_ends.embedded(tokens)
+        return embeddings
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,11 @@ class _KeepLabels:
     state: StepState
 
     def __call__(self, labels: Tensor, logits: Tensor) -> Tensor:
-        kept: Tensor = self.state.shared_ends.keep_labels(labels, logits)
-        return kept
+        losses: Tensor = self.state.shared_ends.keep_labels(labels, logits)
+        return losses
 
 
-class _OwnRows(MegatronModule):  # type: ignore[misc]
+class _LocalRows(MegatronModule):  # type: ignore[misc]
     """The embedding module of a rank without the first stage: its rows, under Megatron's name."""
 
     def __init__(self, config: Any, rows: Any) -> None:
@@ -94,23 +94,26 @@ def _allow_another_size(head: Any) -> None:
 
     def sharded_state_dict(*args: Any, **options: Any) -> Any:
         state = describe(*args, **options)
-        for each in state.values():
-            each.allow_shape_mismatch = True
+        for sharded_tensor in state.values():
+            sharded_tensor.allow_shape_mismatch = True
         return state
 
     head.sharded_state_dict = sharded_state_dict
 
 
-def pad(args: Namespace, num_ranks: int) -> None:
+def pad_vocabulary(args: Namespace, num_ranks: int) -> None:
     """Make Megatron pad the vocabulary to a multiple of the number of ranks that share it.
 
     A padded row is trained like any other. So nothing changes if the size is divisible already.
     """
     multiple = args.make_vocab_size_divisible_by
     parts = num_ranks * args.tensor_model_parallel_size
-    known = getattr(args, "padded_vocab_size", None) or args.vocab_size
-    as_it_is = multiple * args.tensor_model_parallel_size
-    if known is not None and (math.ceil(known / as_it_is) * as_it_is) % parts == 0:
+    vocabulary_size = getattr(args, "padded_vocab_size", None) or args.vocab_size
+    current_multiple = multiple * args.tensor_model_parallel_size
+    if (
+        vocabulary_size is not None
+        and (math.ceil(vocabulary_size / current_multiple) * current_multiple) % parts == 0
+    ):
         return
     args.make_vocab_size_divisible_by = math.lcm(multiple, num_ranks)
     if args.make_vocab_size_divisible_by != multiple and os.environ.get("RANK", "0") == "0":
@@ -119,13 +122,13 @@ def pad(args: Namespace, num_ranks: int) -> None:
             "%d tensor ranks",
             FLAG,
             args.make_vocab_size_divisible_by * args.tensor_model_parallel_size,
-            as_it_is,
+            current_multiple,
             num_ranks,
             args.tensor_model_parallel_size,
         )
 
 
-def share(
+def share_rows(
     state: StepState, first: Any, model: Any, stage_map: StageMap, rank: int, chunk: int
 ) -> None:
     """Give a chunk its rank's rows: the first chunk the embedding's, the last the output layer's.
@@ -157,25 +160,25 @@ def share(
     if chunk == stage_map.num_chunks - 1:
         _share_head(state, first, model, shards)
         if model.post_process and stage_map.predicting:
-            _look_up_again(state, first, model)
+            _share_prediction_lookup(state, first, model)
 
 
 def is_shared(model: Any) -> bool:
-    """Return whether `share` has changed this chunk, the first or the last of its rank."""
+    """Return whether `share_rows` has changed this chunk, the first or the last of its rank."""
     ends = getattr(model, "embedding", None), getattr(model, "output_layer", None)
     rows = getattr(ends[0], "word_embeddings", None), ends[1]
-    return any(isinstance(getattr(each, "tp_group", None), Shards) for each in rows)
+    return any(isinstance(getattr(module, "tp_group", None), Shards) for module in rows)
 
 
 def check_rows(model: Any) -> None:
-    """Raise UnsupportedError if a library has replaced the embedding of a chunk since `share`."""
+    """Raise UnsupportedError if a library has replaced a chunk's embedding since `share_rows`."""
     if getattr(model, "embedding", None) is not None:
         rows = getattr(model.embedding, "word_embeddings", None)
         _check_rows(rows, tensor_parallel.VocabParallelEmbedding, "word embedding")
 
 
 def check_ends(first: Any, last: Any, ends: tuple[bool, bool]) -> None:
-    """Reject a model whose embedding, output layer or loss a library has changed since `share`.
+    """Reject a model whose embedding, output layer or loss has changed since `share_rows`.
 
     The passes of the vocabulary use the weights of these modules and skip their forward, so they
     would drop the change without a message. A change of the module around the word embedding is
@@ -191,50 +194,52 @@ def check_ends(first: Any, last: Any, ends: tuple[bool, bool]) -> None:
     head: Any = getattr(last, "output_layer", None)
     embedding: Any = getattr(first, "embedding", None)
     _check_rows(head, tensor_parallel.ColumnParallelLinear, "output layer")
-    _check_own(head, "forward", _StopBeforeLogits if ends[1] else None, "output layer")
+    _check_attribute(head, "forward", _StopBeforeLogits if ends[1] else None, "output layer")
     rows: Any = getattr(embedding, "word_embeddings", None)
     _check_rows(rows, tensor_parallel.VocabParallelEmbedding, "word embedding")
-    if isinstance(embedding, _OwnRows):
-        if type(embedding) is not _OwnRows:
-            raise _changed(f"embedding by {_owner(embedding, 'forward')} outside the first stage")
+    if isinstance(embedding, _LocalRows):
+        if type(embedding) is not _LocalRows:
+            raise _changed_model_error(
+                f"embedding by {_owner(embedding, 'forward')} outside the first stage"
+            )
     else:
-        _check_own(rows, "forward", _LookUp, "word embedding")
+        _check_attribute(rows, "forward", _SharedLookup, "word embedding")
     loss = "compute_language_model_loss"
     if getattr(type(last), loss) is not getattr(LanguageModule, loss):
-        raise _changed(f"loss by {_owner(last, loss)}.{loss}")
-    _check_own(last, loss, _KeepLabels if ends[1] else None, "loss")
-    for module, what in ((head, "output layer"), (last, "last stage")):
+        raise _changed_model_error(f"loss by {_owner(last, loss)}.{loss}")
+    _check_attribute(last, loss, _KeepLabels if ends[1] else None, "loss")
+    for module, part in ((head, "output layer"), (last, "last stage")):
         if module._forward_hooks or module._backward_hooks:
-            raise _changed(f"{what} by a hook")
+            raise _changed_model_error(f"{part} by a hook")
 
 
-def _check_rows(module: Any, known: type, what: str) -> None:
+def _check_rows(module: Any, expected_type: type, part: str) -> None:
     """Raise UnsupportedError unless a module has this rank's rows and Megatron's forward."""
     if not isinstance(getattr(module, "tp_group", None), Shards):
         raise UnsupportedError(
-            f"{FLAG} does not support a model with {type(module).__name__} as its {what}: it "
-            f"requires Megatron's {known.__name__}, whose rows it distributes (a critic has no "
-            f"output layer of the vocabulary). Remove {FLAG} for this model"
+            f"{FLAG} does not support a model with {type(module).__name__} as its {part}: it "
+            f"requires Megatron's {expected_type.__name__}, whose rows it distributes (a critic "
+            f"has no output layer of the vocabulary). Remove {FLAG} for this model"
         )
-    if type(module).forward is not known.forward:  # type: ignore[attr-defined]
-        raise _changed(f"{what} by {_owner(module, 'forward')}")
+    if type(module).forward is not expected_type.forward:  # type: ignore[attr-defined]
+        raise _changed_model_error(f"{part} by {_owner(module, 'forward')}")
 
 
-def _check_own(module: nn.Module, name: str, ours: type | None, what: str) -> None:
-    """Raise UnsupportedError if an instance attribute is not the one that `share` has set."""
-    found = vars(module).get(name)
-    if not (found is None if ours is None else isinstance(found, ours)):
-        raise _changed(f"{what} by a {name} of its own")
+def _check_attribute(module: nn.Module, name: str, expected_type: type | None, part: str) -> None:
+    """Raise UnsupportedError if an instance attribute is not the one that `share_rows` has set."""
+    attribute = vars(module).get(name)
+    if not (attribute is None if expected_type is None else isinstance(attribute, expected_type)):
+        raise _changed_model_error(f"{part} by a {name} of its own")
 
 
 def _owner(module: Any, name: str) -> str:
     """Return the name of the class that defines an attribute of a module."""
-    return next(each.__name__ for each in type(module).__mro__ if name in vars(each))
+    return next(base.__name__ for base in type(module).__mro__ if name in vars(base))
 
 
-def _changed(what: str) -> UnsupportedError:
+def _changed_model_error(part: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{FLAG} does not support a model that changes its {what}: every rank computes with its "
+        f"{FLAG} does not support a model that changes its {part}: every rank computes with its "
         f"rows of the vocabulary alone, and that change would be dropped. Remove {FLAG}"
     )
 
@@ -249,25 +254,25 @@ def _share_embedding(state: StepState, model: Any, shards: Shards) -> None:
     )
     rows.weight.is_embedding_or_output_parameter = True
     if getattr(model, "embedding", None) is None:
-        model.embedding = _OwnRows(model.config, rows)
+        model.embedding = _LocalRows(model.config, rows)
     else:
-        _look_up_in(state, model.embedding, rows)
+        _replace_lookup(state, model.embedding, rows)
 
 
-def _look_up_in(state: StepState, embedding: Any, rows: Any) -> None:
+def _replace_lookup(state: StepState, embedding: Any, rows: Any) -> None:
     """Make Megatron's embedding, which adds positions etc., look up tokens in shared rows."""
     rows.reduce_scatter_embeddings = embedding.reduce_scatter_embeddings
-    rows.forward = _LookUp(state)
+    rows.forward = _SharedLookup(state)
     embedding.word_embeddings = rows
 
 
-def _look_up_again(state: StepState, first: Any, last: Any) -> None:
+def _share_prediction_lookup(state: StepState, first: Any, last: Any) -> None:
     """Make multi-token prediction look up tokens in the rows of its rank's first chunk."""
     if first is last:
         multi_token.save_no_copy(last)
         return
     if not first.pre_process:
-        _look_up_in(state, last.embedding, first.embedding.word_embeddings)
+        _replace_lookup(state, last.embedding, first.embedding.word_embeddings)
         first.embedding = last.embedding
     multi_token.share_embedding(first, last)
 

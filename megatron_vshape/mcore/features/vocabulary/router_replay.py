@@ -20,7 +20,7 @@ from torch import nn
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.step_state import unwrapped
 
-RouterStates = list[dict[str, Any]]
+_RouterStates = list[dict[str, Any]]
 """The attributes of every RouterReplay object of a chunk."""
 
 
@@ -29,41 +29,44 @@ def routers_of(chunk: nn.Module) -> list[Any]:
     model = unwrapped(chunk)
     if not getattr(getattr(model, "config", None), "num_moe_experts", None):
         return []
-    found = (getattr(module, "router_replay", None) for module in model.modules())
-    return [each for each in found if hasattr(each, "router_replay_action")]
+    replays = (getattr(module, "router_replay", None) for module in model.modules())
+    return [replay for replay in replays if hasattr(replay, "router_replay_action")]
 
 
 def are_active(routers: Sequence[Any]) -> bool:
     """Check whether any router records or replays."""
-    return any(each.router_replay_action is not None for each in routers)
+    return any(router.router_replay_action is not None for router in routers)
 
 
-def states_of(routers: Sequence[Any]) -> RouterStates:
+def states_of(routers: Sequence[Any]) -> _RouterStates:
     """Copy the state of the routers."""
-    return [_copied(vars(router)) for router in routers]
+    return [_copy_state(vars(router)) for router in routers]
 
 
-def restore(routers: Sequence[Any], states: RouterStates) -> None:
+def restore(routers: Sequence[Any], states: _RouterStates) -> None:
     """Give the routers the states of before."""
     for router, state in zip(routers, states, strict=True):
-        vars(router).update(_copied(state))
+        vars(router).update(_copy_state(state))
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
+def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
     """Copy a state with its lists, whose tensors are shared."""
-    return {name: list(each) if isinstance(each, list) else each for name, each in state.items()}
+    return {
+        name: list(attribute) if isinstance(attribute, list) else attribute
+        for name, attribute in state.items()
+    }
 
 
 @contextmanager
 def inactive(routers: Sequence[Any]) -> Iterator[None]:
     """Have a library find routers that neither record nor replay; restore them afterwards."""
-    before = states_of(routers)
-    for each in routers:
-        each.router_replay_action = None
+    states = states_of(routers)
+    for router in routers:
+        router.router_replay_action = None
     try:
         yield
     finally:
-        restore(routers, before)
+        restore(routers, states)
 
 
 @dataclass(slots=True)
@@ -75,31 +78,31 @@ class LastCalls:
     """
 
     routers: list[Any]
-    _kept: dict[int, RouterStates] = field(default_factory=dict)
+    _states: dict[int, _RouterStates] = field(default_factory=dict)
     _actions: list[Any] | None = None  # after a call, as the library leaves them
 
     def end_at_logits(self, microbatch: int) -> None:
         """Keep the state of a call that has ended at the logits."""
         if are_active(self.routers):
-            self._kept[microbatch] = states_of(self.routers)
+            self._states[microbatch] = states_of(self.routers)
             self._set_actions()
 
     @contextmanager
     def rest_of_call(self, microbatch: int) -> Iterator[None]:
         """Have the rest of a call find the state of its microbatch."""
-        kept = self._kept.pop(microbatch, None)
-        if kept is None:
+        states = self._states.pop(microbatch, None)
+        if states is None:
             with inactive(self.routers):
                 yield
             return
-        before = states_of(self.routers)
-        restore(self.routers, kept)
+        outer_states = states_of(self.routers)
+        restore(self.routers, states)
         try:
             yield
             # From the first loss on, which comes before the first backward pass.
-            self._actions = [each.router_replay_action for each in self.routers]
+            self._actions = [router.router_replay_action for router in self.routers]
         finally:
-            restore(self.routers, before)
+            restore(self.routers, outer_states)
         self._set_actions()
 
     def _set_actions(self) -> None:
@@ -113,13 +116,13 @@ class ModelCalled(Exception):
 
 
 @dataclass(eq=False)
-class Recorded:
+class RecordedIterator:
     """An iterator that keeps the items which it gives, so that they can be read once more."""
 
     source: Any
     _items: list[Any] = field(default_factory=list)
 
-    def __iter__(self) -> Recorded:
+    def __iter__(self) -> RecordedIterator:
         return self
 
     def __next__(self) -> Any:
@@ -130,7 +133,7 @@ class Recorded:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.source, name)
 
-    def again(self) -> Iterator[Any]:
+    def replay(self) -> Iterator[Any]:
         """Return the same items.
 
         Raises:

@@ -54,7 +54,7 @@ from megatron_vshape.mcore.features.vocabulary.loss_of_logits import (
 from megatron_vshape.mcore.features.vocabulary.router_replay import (
     LastCalls,
     ModelCalled,
-    Recorded,
+    RecordedIterator,
     are_active,
     restore,
     routers_of,
@@ -82,7 +82,7 @@ from megatron_vshape.runtime.weight_jobs import (
     fused_kernel,
 )
 
-FIELDS = len(Statistics._fields)
+_NUM_STATISTICS = len(Statistics._fields)
 
 _OTHER_TOKENS = (
     "--pipeline-vocab-parallel does not support a model that looks up other tokens in its word "
@@ -106,22 +106,22 @@ class SharedVocabulary(StepHook):
     _calls: dict[int, tuple[tuple[Any, ...], dict[str, Any], Any]] = field(default_factory=dict)
     _tokens: dict[int, Tensor] = field(default_factory=dict)
     _lookups: dict[int, Pending[tuple[Tensor, ...]]] = field(default_factory=dict)
-    _found: dict[int, list[Tensor]] = field(default_factory=dict)  # embeddings not yet used by F
-    _embedded: dict[int, list[Tensor]] = field(default_factory=dict)  # embeddings used by F
-    _embedded_gradients: dict[int, list[Tensor]] = field(default_factory=dict)
-    _read: dict[int, Tensor] = field(default_factory=dict)  # last stage's output, input of LOGITS
+    _unused_embeddings: dict[int, list[Tensor]] = field(default_factory=dict)  # not yet used by F
+    _used_embeddings: dict[int, list[Tensor]] = field(default_factory=dict)  # embeddings used by F
+    _embedding_gradients: dict[int, list[Tensor]] = field(default_factory=dict)
+    _head_inputs: dict[int, Tensor] = field(default_factory=dict)  # last stage's output, for LOGITS
     _last_hidden: dict[int, Tensor] = field(default_factory=dict)  # of the running F
     _labels: dict[int, Tensor] = field(default_factory=dict)
     _loss_functions: dict[int, Any] = field(default_factory=dict)
     _logits: dict[int, Logits] = field(default_factory=dict)
-    _sums: dict[int, Pending[tuple[Tensor, ...]]] = field(default_factory=dict)
-    _whole: dict[int, Statistics] = field(default_factory=dict)
-    _parts: dict[int, Tensor] = field(default_factory=dict)  # dX / g, on the loss rank
+    _pending_sums: dict[int, Pending[tuple[Tensor, ...]]] = field(default_factory=dict)
+    _statistics: dict[int, Statistics] = field(default_factory=dict)
+    _input_gradients: dict[int, Tensor] = field(default_factory=dict)  # dX / g, on the loss rank
     _gradients: dict[int, Tensor] = field(default_factory=dict)  # g, [heads x b, s]
     _last_gradient: Pending[Tensor] | None = None
     _shapes: dict[int, tuple[int, int]] = field(default_factory=dict)  # [b, s] of microbatches
-    _wants_logits: bool | None = None  # whether the loss is one of logits; set in the first LOGITS
-    _of_logits: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # gradient, hidden
+    _has_loss_of_logits: bool | None = None  # set in the first LOGITS
+    _logit_gradients: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # gradient, X
     _faults: LateFaults = field(default_factory=LateFaults)
     _replayed: dict[int, Any] = field(default_factory=dict)  # data that F of the first stage reads
     makes_loss = True
@@ -136,14 +136,14 @@ class SharedVocabulary(StepHook):
         self.num_microbatches = context.num_microbatches
         self.learns, self.gradient_sync = not context.forward_only, context.gradient_sync
         self.tensor_group, self.context_group = context.groups.tp, context.groups.cp
-        self.again = context.again
+        self.second_reader = context.again
         self._last_calls = LastCalls(routers_of(self.last))
         # [b, s] of a microbatch on this rank; None with variable lengths (see `_broadcast_shape`).
         self.tokens_shape: tuple[int, int] | None = None
         if not self.config.variable_seq_lengths:
             length, batch, _ = context.shape
-            whole = context.groups.tp.size() if self.config.sequence_parallel else 1
-            self.tokens_shape = batch, length * whole
+            sequence_ranks = context.groups.tp.size() if self.config.sequence_parallel else 1
+            self.tokens_shape = batch, length * sequence_ranks
         # Computes the loss of a microbatch from its losses, [b, s], and the loss function of F.
         reports = context.groups.pp.rank() == self.stage_map.loss_rank
         self.compute_loss = loss_maker(context, reports)
@@ -160,7 +160,7 @@ class SharedVocabulary(StepHook):
         # The ranks that use embeddings: first stage, then each multi-token prediction layer.
         predicting = self.stage_map.predicting
         self._readers = self._first_device, *(self._loss_device,) * predicting
-        self._further = FurtherLosses(predicting, self._shapes)
+        self._further_losses = FurtherLosses(predicting, self._shapes)
         # Weight gradients of the vocabulary are not jobs of a layer, so register them here.
         for _ in range(self.num_microbatches if self.learns else 0):
             self.gradient_sync.deferred([self._table])
@@ -212,16 +212,18 @@ class SharedVocabulary(StepHook):
     def look_up(self, microbatch: int) -> None:
         """Run LOOKUP."""
         tokens = self._tokens[microbatch]
-        table, each = self._table.detach(), tokens.split(self._shapes[microbatch][0])
-        parts = [look_up(table, own, self._first_row) for own in each]
+        table, tokens_by_reader = self._table.detach(), tokens.split(self._shapes[microbatch][0])
+        parts = [
+            look_up(table, reader_tokens, self._first_row) for reader_tokens in tokens_by_reader
+        ]
 
         def add_up() -> tuple[Tensor, ...]:
-            made = []
+            embeddings = []
             # Each sum is a collective, so all ranks start them in the same order.
             for device, part in zip(self._readers, parts, strict=True):
                 summed = self.collectives.sum_to(device, part, "the embeddings' sum")
-                made += [summed] * (device == self._device)
-            return tuple(made)
+                embeddings += [summed] * (device == self._device)
+            return tuple(embeddings)
 
         pending = self.collectives.begin(add_up, parts)
         if self._device in self._readers:
@@ -239,27 +241,31 @@ class SharedVocabulary(StepHook):
         [b, s], must equal the tokens looked up before F.
         """
         if self.running in self._lookups:
-            self._found[self.running] = list(self._lookups.pop(self.running).result())
-        left = self._found[self.running]
-        own = [at for at, device in enumerate(self._readers) if device == self._device]
-        known = self._tokens[self.running].split(self._shapes[self.running][0])[own[-len(left)]]
+            self._unused_embeddings[self.running] = list(self._lookups.pop(self.running).result())
+        embeddings = self._unused_embeddings[self.running]
+        local_readers = [
+            index for index, device in enumerate(self._readers) if device == self._device
+        ]
+        expected_tokens = self._tokens[self.running].split(self._shapes[self.running][0])[
+            local_readers[-len(embeddings)]
+        ]
         # Checked on the device and read after the passes, so that the host does not wait here.
-        self._faults.add(unlike(tokens, known), _OTHER_TOKENS)
-        part = left.pop(0)
+        self._faults.add(unlike(tokens, expected_tokens), _OTHER_TOKENS)
+        part = embeddings.pop(0)
         if self._rows.reduce_scatter_embeddings and self._tensor_ranks > 1:
-            part = self._reduce_scattered(part.transpose(0, 1))
+            part = self._reduce_scatter(part.transpose(0, 1))
         elif self._tensor_ranks > 1:
             dist.all_reduce(part, group=self.tensor_group)
         if self.learns:
-            self._embedded.setdefault(self.running, []).append(part.requires_grad_())
+            self._used_embeddings.setdefault(self.running, []).append(part.requires_grad_())
         return part
 
     def forward(self, stage: int, is_last: bool, number: int, step: ForwardStep) -> ForwardStep:
         """Return the replacement of the trainer's function in F of the first and last stage."""
         self.running = number
         if stage == 0 and number in self._replayed:
-            again = self._replayed.pop(number)
-            return lambda iterator, model: step(again, model)
+            replayed_data = self._replayed.pop(number)
+            return lambda iterator, model: step(replayed_data, model)
         if stage == 0:
             args, options, loss_function = self._calls.pop(number)
             return lambda iterator, model: (model(*args, **options), loss_function)
@@ -269,17 +275,17 @@ class SharedVocabulary(StepHook):
         """Return a function that runs the last stage without its loss."""
 
         def forward(iterator: Any, model: Any) -> Any:
-            with self._further.forward(microbatch):
-                made, logits = called_up_to_logits(
+            with self._further_losses.forward(microbatch):
+                result, logits = called_up_to_logits(
                     self.forward_step_func, iterator, model, self._labels
                 )
             hidden = self._last_hidden.pop(microbatch)
-            if made is None:
+            if result is None:
                 self._last_calls.end_at_logits(microbatch)
             if logits is not None:
                 self._faults.add(unlike(logits, hidden.transpose(0, 1)), _OTHER_LOGITS)
-            if made is not None:
-                output, self._loss_functions[microbatch] = made
+            if result is not None:
+                output, self._loss_functions[microbatch] = result
                 return output, None
             if self.stage_map.predicting:
                 raise UnsupportedError(
@@ -292,18 +298,20 @@ class SharedVocabulary(StepHook):
 
     def before_logits(self, hidden: Tensor) -> Tensor:
         """Return the replacement of the logits for a hidden state of the running F."""
-        further = self._further.begin(self.running, hidden)
-        if further is not None:
-            return further
-        whole: Tensor = make_viewless_tensor(hidden, hidden.requires_grad, keep_graph=True)
-        self._last_hidden[self.running] = whole
-        return whole
+        replacement = self._further_losses.begin(self.running, hidden)
+        if replacement is not None:
+            return replacement
+        viewless_hidden: Tensor = make_viewless_tensor(
+            hidden, hidden.requires_grad, keep_graph=True
+        )
+        self._last_hidden[self.running] = viewless_hidden
+        return viewless_hidden
 
     def keep_labels(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Store the labels, [b, s], for replaced logits; return the replacement of their losses."""
-        further = self._further.keep_labels(self.running, labels, logits)
-        if further is not None:
-            return further
+        losses = self._further_losses.keep_labels(self.running, labels, logits)
+        if losses is not None:
+            return losses
         if logits is not self._last_hidden[self.running]:
             raise UnsupportedError(_OTHER_LOGITS)
         self._labels[self.running] = labels
@@ -312,69 +320,71 @@ class SharedVocabulary(StepHook):
     def output(self, is_last: bool, number: int, output: Tensor) -> Tensor:
         """Store the last stage's output, [s, b, h] or a part of the sequence, with its graph."""
         if is_last and self.learns and number in self._labels:
-            made = self._further.end(number, output, self._labels[number])
-            self._read[number], self._labels[number] = made
+            output_and_labels = self._further_losses.end(number, output, self._labels[number])
+            self._head_inputs[number], self._labels[number] = output_and_labels
         elif is_last:
-            self._read[number] = output.detach()
-            self._further.forget(number)
+            self._head_inputs[number] = output.detach()
+            self._further_losses.forget(number)
         return output
 
     def own_logits(self, microbatch: int) -> None:
         """Run LOGITS, and start its reductions."""
-        hidden = self._read.pop(microbatch)
+        hidden = self._head_inputs.pop(microbatch)
         if self._scatters:
-            hidden = self._gathered(hidden)
+            hidden = self._gather_sequence(hidden)
         tokens = self._tokens[microbatch] if self.learns else self._tokens.pop(microbatch)
-        if self._wants_logits:
-            self._lose_of_logits(microbatch, hidden, tokens)
+        if self._has_loss_of_logits:
+            self._run_loss_of_logits(microbatch, hidden, tokens)
             return
         # Only a loss of logits reads the data again; otherwise do not keep the batch for it.
-        if isinstance(self.again, Reader):
-            self.again.pass_over()
+        if isinstance(self.second_reader, Reader):
+            self.second_reader.pass_over()
         labels = self._labels.pop(microbatch)
         flat, weight = labels.t().flatten(), self._head.detach()
-        asks_best = len(labels) > self._shapes[microbatch][0]
-        made = Logits.of(weight, hidden.flatten(0, 1), flat, self._first_row, asks_best)
+        needs_best = len(labels) > self._shapes[microbatch][0]
+        logits = Logits.of(weight, hidden.flatten(0, 1), flat, self._first_row, needs_best)
         # The input gradient is computed here, before the global maxima and sums are known, and
         # rescaled after the reduction. So B does not wait for another GEMM (arXiv 2411.05288,
         # Algorithm 2).
-        product = made.softmax @ weight if self.learns else None
-        part = torch.stack(made.statistics)
-        parts = self._of_tensor_ranks(part)
+        product = logits.softmax @ weight if self.learns else None
+        part = torch.stack(logits.statistics)
+        parts = self._gather_tensor_ranks(part)
         vocabulary = weight.shape[0] * self._modules[0].tp_group.size()
         device = self._device
 
         def add_up() -> tuple[Tensor, ...]:
-            everyones = self.collectives.gather(parts, f"the maxima and sums of S.{microbatch}")
-            whole = Statistics.whole(everyones.flatten(0, 1), flat, vocabulary)
+            gathered = self.collectives.gather(parts, f"the maxima and sums of S.{microbatch}")
+            statistics = Statistics.whole(gathered.flatten(0, 1), flat, vocabulary)
             if product is None:
-                return whole
-            own = made.input_gradient(weight, product, whole)
-            self.collectives.sum_to(self._loss_device, own, f"the gradients of S.{microbatch}")
-            return (*whole, own) if device == self._loss_device else whole
+                return statistics
+            input_gradient = logits.input_gradient(weight, product, statistics)
+            self.collectives.sum_to(
+                self._loss_device, input_gradient, f"the gradients of S.{microbatch}"
+            )
+            return (*statistics, input_gradient) if device == self._loss_device else statistics
 
-        inputs = [flat, *made.statistics, parts, *([] if product is None else [product])]
-        self._sums[microbatch] = self.collectives.begin(add_up, inputs)
+        inputs = [flat, *logits.statistics, parts, *([] if product is None else [product])]
+        self._pending_sums[microbatch] = self.collectives.begin(add_up, inputs)
         if self.learns:
-            self._logits[microbatch] = made
-            self._count(made.softmax, made.hidden)
+            self._logits[microbatch] = logits
+            self._track_tensors(logits.softmax, logits.hidden)
         # No later LOGITS pass sends this gradient.
         if microbatch == self.num_microbatches - 1 or not self.learns:
             self._broadcast_last_gradient(microbatch)
 
-    def _lose_of_logits(self, microbatch: int, hidden: Tensor, tokens: Tensor) -> None:
+    def _run_loss_of_logits(self, microbatch: int, hidden: Tensor, tokens: Tensor) -> None:
         weight = self._head.detach()
-        makes = LossOfLogits(
+        loss_of_logits = LossOfLogits(
             self.state,
             self.last,
-            self.again,
+            self.second_reader,
             self.forward_step_func,
             self._modules[0].tp_group,
             self.compute_loss,
             self._faults,
         )
         with self._last_calls.rest_of_call(microbatch):
-            gradient = makes.of(hidden, weight, tokens)
+            gradient = loss_of_logits.compute_gradient(hidden, weight, tokens)
         if not self.learns:
             return
         if gradient is None:  # the loss does not depend on the logits
@@ -386,13 +396,13 @@ class SharedVocabulary(StepHook):
             self.collectives.sum_to(device, product, f"the gradients of S.{microbatch}")
             return (product,)
 
-        self._sums[microbatch] = self.collectives.begin(add_up, [product])
-        self._of_logits[microbatch] = flat, hidden.flatten(0, 1)
-        self._count(*self._of_logits[microbatch])
+        self._pending_sums[microbatch] = self.collectives.begin(add_up, [product])
+        self._logit_gradients[microbatch] = flat, hidden.flatten(0, 1)
+        self._track_tensors(*self._logit_gradients[microbatch])
 
     def wait_for_sums(self, microbatch: int) -> None:
         """Run LOSS on the collective queue."""
-        pending = self._sums.get(microbatch)
+        pending = self._pending_sums.get(microbatch)
         if pending is not None:  # otherwise another pass has read the result already
             pending.wait()
 
@@ -401,34 +411,38 @@ class SharedVocabulary(StepHook):
         if not is_last:
             return received
         batch = self._shapes[number][0]
-        if self._wants_logits:
-            (part,) = self._sums.pop(number).result()
-            return self._over_tensor_ranks(part.view(-1, batch, part.shape[-1]))
-        gradient = self._gradient(number).t()
-        part = self._over_tensor_ranks(self._parts.pop(number).view(*gradient.shape, -1))
+        if self._has_loss_of_logits:
+            (part,) = self._pending_sums.pop(number).result()
+            return self._sum_over_tensor_ranks(part.view(-1, batch, part.shape[-1]))
+        gradient = self._loss_gradient(number).t()
+        part = self._sum_over_tensor_ranks(
+            self._input_gradients.pop(number).view(*gradient.shape, -1)
+        )
         if self._scatters:
             gradient = gradient.chunk(self._tensor_ranks)[self.tensor_group.rank()]
-        whole = (gradient.unsqueeze(-1) * part).to(part.dtype)
-        parts: list[Tensor] = [each.contiguous() for each in whole.split(batch, dim=1)]
-        self._further.keep_gradients(number, parts[1:])
+        output_gradient = (gradient.unsqueeze(-1) * part).to(part.dtype)
+        parts: list[Tensor] = [part.contiguous() for part in output_gradient.split(batch, dim=1)]
+        self._further_losses.keep_gradients(number, parts[1:])
         return parts[0]
 
     def own_head_weights(self, microbatch: int) -> None:
         """Run HEAD_WEIGHT."""
-        if self._wants_logits:
-            gradient, hidden = self._of_logits.pop(microbatch)
+        if self._has_loss_of_logits:
+            gradient, hidden = self._logit_gradients.pop(microbatch)
             accumulate_weight_grad(self._head, gradient, hidden, self._kernel())
             self.gradient_sync.added([self._head])
             return
-        whole, gradient = self._sum(microbatch), self._gradient(microbatch)
-        made = self._logits.pop(microbatch)
-        made.add_weight_gradient(self._head, whole, gradient.t().flatten(), self._kernel())
+        statistics, gradient = self._statistics_of(microbatch), self._loss_gradient(microbatch)
+        logits = self._logits.pop(microbatch)
+        logits.add_weight_gradient(self._head, statistics, gradient.t().flatten(), self._kernel())
         self.gradient_sync.added([self._head])
 
     def own_embedding_weights(self, microbatch: int) -> None:
         """Run LOOKUP_WEIGHT."""
         rows = Rows.of(self._tokens.pop(microbatch).flatten(), self._first_row, len(self._table))
-        gradients = [each.flatten(0, 1) for each in self._embedded_gradients.pop(microbatch)]
+        gradients = [
+            gradient.flatten(0, 1) for gradient in self._embedding_gradients.pop(microbatch)
+        ]
         add_rows(self._table, rows, torch.cat(gradients) if len(gradients) > 1 else gradients[0])
         self.gradient_sync.added([self._table])
 
@@ -464,10 +478,10 @@ class SharedVocabulary(StepHook):
             or tokens.dim() != 2
             or tuple(tokens.shape) != (self.tokens_shape or tuple(tokens.shape))
         ):
-            found = "none" if tokens is None else list(tokens.shape)
+            shape = "none" if tokens is None else list(tokens.shape)
             raise UnsupportedError(
                 "--pipeline-vocab-parallel requires microbatches of "
-                f"{list(self.tokens_shape or 'bs')} tokens, and the model was called with {found}. "
+                f"{list(self.tokens_shape or 'bs')} tokens, and the model was called with {shape}. "
                 "Pad them, or remove --pipeline-vocab-parallel"
             )
         sequences, packed = [tokens], bound.arguments.get("packed_seq_params")
@@ -485,7 +499,7 @@ class SharedVocabulary(StepHook):
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         blank = self._empty((), torch.float32)
         routers = routers_of(self.first)
-        before, recorded = states_of(routers), Recorded(self.iterator)
+        router_states, recorded = states_of(routers), RecordedIterator(self.iterator)
 
         def keep(*args: Any, **options: Any) -> Tensor:
             calls.append((args, options))
@@ -500,55 +514,59 @@ class SharedVocabulary(StepHook):
                 _, loss_function = self.forward_step_func(iterator, self.first)
                 self._calls[microbatch] = (*calls[0], loss_function)
             except ModelCalled:
-                restore(routers, before)
-                self._replayed[microbatch] = recorded.again()
+                restore(routers, router_states)
+                self._replayed[microbatch] = recorded.replay()
         return calls[0]
 
     def _read_hidden(self, microbatch: int) -> None:
         """Receive the last stage's output and labels, and g of the previous microbatch."""
-        what = f"the output of the last stage's F of microbatch {microbatch}"
-        self._broadcast_wants(microbatch, what)
+        description = f"the output of the last stage's F of microbatch {microbatch}"
+        self._broadcast_loss_type(microbatch, description)
         shape = self._logits_shape(microbatch)
         if self._device == self._loss_device:
-            hidden = self._read[microbatch].contiguous()
+            hidden = self._head_inputs[microbatch].contiguous()
         else:
             length = shape[1] // (self._tensor_ranks if self._scatters else 1)
             width = self._table.shape[1]
             hidden = self._empty((length, shape[0], width), self.config.pipeline_dtype)
-        self._read[microbatch] = self.collectives.from_one(self._loss_device, hidden, what)
-        if self._wants_logits:
+        self._head_inputs[microbatch] = self.collectives.from_one(
+            self._loss_device, hidden, description
+        )
+        if self._has_loss_of_logits:
             return
-        before = microbatch - 1 if self.learns else -1
-        numbers = [microbatch] if before < 0 else [microbatch, before]
+        previous = microbatch - 1 if self.learns else -1
+        microbatches = [microbatch] if previous < 0 else [microbatch, previous]
         # One broadcast for both, flat because the two microbatches may differ in shape. float64
         # represents labels exactly.
-        shapes = [self._logits_shape(number) for number in numbers]
+        shapes = [self._logits_shape(number) for number in microbatches]
         sizes = [math.prod(shape) for shape in shapes]
-        notes = self._empty((sum(sizes),), torch.float64)
-        labels, *gradients = map(Tensor.view, notes.split(sizes), shapes)
+        buffer = self._empty((sum(sizes),), torch.float64)
+        labels, *gradients = map(Tensor.view, buffer.split(sizes), shapes)
         if self._device == self._loss_device:
             labels.copy_(self._labels[microbatch])
             for gradient in gradients:
-                gradient.copy_(self._gradient(before))
-        self.collectives.from_one(self._loss_device, notes, what)
+                gradient.copy_(self._loss_gradient(previous))
+        self.collectives.from_one(self._loss_device, buffer, description)
         self._labels[microbatch] = labels.long()
         for gradient in gradients:
-            self._gradients.setdefault(before, gradient.float())
+            self._gradients.setdefault(previous, gradient.float())
 
     def _logits_shape(self, microbatch: int) -> tuple[int, int]:
         """Return [b, s] including the sequences of multi-token prediction (training only)."""
         batch, sequence = self._shapes[microbatch]
         return (1 + self.stage_map.predicting * self.learns) * batch, sequence
 
-    def _broadcast_wants(self, microbatch: int, what: str) -> None:
+    def _broadcast_loss_type(self, microbatch: int, description: str) -> None:
         """Broadcast once per step whether the trainer computes its loss from logits."""
         has_labels = microbatch in self._labels
-        if self._wants_logits is None:
+        if self._has_loss_of_logits is None:
             # Only the loss rank knows; all others receive its value.
-            asks = self._device == self._loss_device and not has_labels
-            wanted = torch.tensor([asks], device=self._table.device)
-            self._wants_logits = bool(self.collectives.from_one(self._loss_device, wanted, what))
-        if self._device == self._loss_device and has_labels == self._wants_logits:
+            is_from_logits = self._device == self._loss_device and not has_labels
+            flag = torch.tensor([is_from_logits], device=self._table.device)
+            self._has_loss_of_logits = bool(
+                self.collectives.from_one(self._loss_device, flag, description)
+            )
+        if self._device == self._loss_device and has_labels == self._has_loss_of_logits:
             raise UnsupportedError(
                 "the model was called with labels in one microbatch of a step and without in "
                 "another. Pass labels in all or in none, or remove "
@@ -556,51 +574,51 @@ class SharedVocabulary(StepHook):
             )
 
     def _read_embedding_gradient(self, microbatch: int) -> None:
-        what = f"the embeddings' gradient of microbatch {microbatch}"
-        own, made = self._embedded.pop(microbatch, []), []
+        description = f"the embeddings' gradient of microbatch {microbatch}"
+        embeddings, gradients = self._used_embeddings.pop(microbatch, []), []
         for device in self._readers:
             if self._device == device:
-                gradient = own.pop(0).grad
+                gradient = embeddings.pop(0).grad
                 assert gradient is not None
                 if self._rows.reduce_scatter_embeddings and self._tensor_ranks > 1:
-                    gradient = self._gathered(gradient).transpose(0, 1)
+                    gradient = self._gather_sequence(gradient).transpose(0, 1)
                 gradient = gradient.contiguous()
             else:
                 shape = (*self._shapes[microbatch], self._table.shape[1])
                 gradient = self._empty(shape, self._table.dtype)
-            made.append(self.collectives.from_one(device, gradient, what))
-        self._embedded_gradients[microbatch] = made
+            gradients.append(self.collectives.from_one(device, gradient, description))
+        self._embedding_gradients[microbatch] = gradients
 
-    def _sum(self, microbatch: int) -> Statistics:
+    def _statistics_of(self, microbatch: int) -> Statistics:
         """Wait for the reductions of a microbatch, and return them."""
-        if microbatch not in self._whole:
-            made = self._sums[microbatch].result()
-            del self._sums[microbatch]
-            self._whole[microbatch] = Statistics(*made[:FIELDS])
-            for part in made[FIELDS:]:
-                self._parts[microbatch] = part
-        return self._whole[microbatch]
+        if microbatch not in self._statistics:
+            results = self._pending_sums[microbatch].result()
+            del self._pending_sums[microbatch]
+            self._statistics[microbatch] = Statistics(*results[:_NUM_STATISTICS])
+            for part in results[_NUM_STATISTICS:]:
+                self._input_gradients[microbatch] = part
+        return self._statistics[microbatch]
 
-    def _gradient(self, microbatch: int) -> Tensor:
+    def _loss_gradient(self, microbatch: int) -> Tensor:
         """Return g of a microbatch; the loss rank computes the loss at the first call."""
         if microbatch not in self._gradients:
             if self._device == self._loss_device:
-                self._make_loss(microbatch)
+                self._compute_loss(microbatch)
             else:
                 assert self._last_gradient is not None
                 self._gradients[microbatch] = self._last_gradient.result()
         return self._gradients[microbatch]
 
-    def _make_loss(self, microbatch: int) -> None:
-        whole, batches = self._sum(microbatch), self._shapes[microbatch][0]
-        losses = self._by_sequence(microbatch, whole.losses)
+    def _compute_loss(self, microbatch: int) -> None:
+        statistics, batches = self._statistics_of(microbatch), self._shapes[microbatch][0]
+        losses = self._by_sequence(microbatch, statistics.losses)
         gradient = self.compute_loss(
             losses[:batches].contiguous(), self._loss_functions.pop(microbatch)
         )
         if gradient is not None:
-            _, *further = losses.split(batches)
-            _, *best = self._by_sequence(microbatch, whole.best).split(batches)
-            gradients = self._further.learn(microbatch, further, best)
+            _, *further_losses = losses.split(batches)
+            _, *best_rows = self._by_sequence(microbatch, statistics.best).split(batches)
+            gradients = self._further_losses.record_losses(microbatch, further_losses, best_rows)
             self._gradients[microbatch] = torch.cat([gradient, *gradients])
 
     def _by_sequence(self, microbatch: int, flat: Tensor) -> Tensor:
@@ -610,10 +628,10 @@ class SharedVocabulary(StepHook):
     def _broadcast_last_gradient(self, microbatch: int) -> None:
         """Compute the loss of the last microbatch, and broadcast its gradient."""
         if self._device == self._loss_device:
-            self._make_loss(microbatch)
+            self._compute_loss(microbatch)
         if not self.learns:
-            self._sums.pop(microbatch, None)
-            self._whole.pop(microbatch, None)
+            self._pending_sums.pop(microbatch, None)
+            self._statistics.pop(microbatch, None)
             return
         if self._device == self._loss_device:
             gradient = self._gradients[microbatch]
@@ -624,32 +642,32 @@ class SharedVocabulary(StepHook):
         )
         self._last_gradient = self.collectives.begin(send, [gradient])
 
-    def _of_tensor_ranks(self, part: Tensor) -> Tensor:
+    def _gather_tensor_ranks(self, part: Tensor) -> Tensor:
         """All-gather the parts, [t, ...], of the tensor-parallel ranks of this stage."""
-        whole = part.new_empty((self._tensor_ranks, *part.shape))
+        gathered = part.new_empty((self._tensor_ranks, *part.shape))
         if self._tensor_ranks == 1:
             return part.unsqueeze(0)
-        dist.all_gather(list(whole.unbind()), part, group=self.tensor_group)
-        return whole
+        dist.all_gather(list(gathered.unbind()), part, group=self.tensor_group)
+        return gathered
 
-    def _gathered(self, part: Tensor) -> Tensor:
+    def _gather_sequence(self, part: Tensor) -> Tensor:
         """All-gather a sequence from the parts, [s/t, ...], of the tensor-parallel ranks."""
-        return self._of_tensor_ranks(part.contiguous()).flatten(0, 1)
+        return self._gather_tensor_ranks(part.contiguous()).flatten(0, 1)
 
-    def _over_tensor_ranks(self, part: Tensor) -> Tensor:
+    def _sum_over_tensor_ranks(self, part: Tensor) -> Tensor:
         """Sum over tensor-parallel ranks: [s, b, h], or this rank's part of the sequence."""
         if self._scatters:
-            return self._reduce_scattered(part)
+            return self._reduce_scatter(part)
         if self._tensor_ranks > 1:
             dist.all_reduce(part, group=self.tensor_group)
         return part
 
-    def _reduce_scattered(self, whole: Tensor) -> Tensor:
+    def _reduce_scatter(self, full_sequence: Tensor) -> Tensor:
         """Reduce-scatter over tensor-parallel ranks; return this rank's part [s/t, ...]."""
-        parts = [each.contiguous() for each in whole.chunk(self._tensor_ranks)]
-        own = torch.empty_like(parts[0])
-        dist.reduce_scatter(own, parts, group=self.tensor_group)
-        return own
+        parts = [part.contiguous() for part in full_sequence.chunk(self._tensor_ranks)]
+        local_part = torch.empty_like(parts[0])
+        dist.reduce_scatter(local_part, parts, group=self.tensor_group)
+        return local_part
 
     def _kernel(self) -> WeightGradKernel:
         if not self.config.gradient_accumulation_fusion:
@@ -666,10 +684,10 @@ class SharedVocabulary(StepHook):
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self._table.device)
 
-    def _count(self, *tensors: Tensor) -> None:
+    def _track_tensors(self, *tensors: Tensor) -> None:
         if self.state.tracker is not None:
-            for each in tensors:
-                self.state.tracker.add(each)
+            for tensor in tensors:
+                self.state.tracker.add(tensor)
 
 
 class VocabularySharing(StepFeature):
