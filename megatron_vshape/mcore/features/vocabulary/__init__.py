@@ -182,9 +182,9 @@ class VocabularyFeature(Feature):
         """Return whether a chunk has rows that all ranks share."""
         if not pipeline.choice.shards_output_layer:
             return False
-        from megatron_vshape.mcore.features.vocabulary.model import check_rows, is_shared
+        from megatron_vshape.mcore.features.vocabulary.model import check_rows, has_shared_rows
 
-        if not is_shared(model):
+        if not has_shared_rows(model):
             return False
         check_rows(model)
         return True

@@ -163,7 +163,7 @@ def share_rows(
             _share_prediction_lookup(state, first, model)
 
 
-def is_shared(model: Any) -> bool:
+def has_shared_rows(model: Any) -> bool:
     """Return whether `share_rows` has changed this chunk, the first or the last of its rank."""
     ends = getattr(model, "embedding", None), getattr(model, "output_layer", None)
     rows = getattr(ends[0], "word_embeddings", None), ends[1]
