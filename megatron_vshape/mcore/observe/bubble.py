@@ -27,7 +27,7 @@ from megatron_vshape.runtime.measure import PassTimer
 Logs = Callable[[int], bool]
 """Returns whether the trainer logs the step at this offset from the current one."""
 
-PredictBubble = Callable[[int], float]
+_PredictBubble = Callable[[int], float]
 """Returns the expected bubble of a training step with this number of microbatches."""
 
 
@@ -41,13 +41,17 @@ class Figures:
 
     def text(self) -> str:
         """Return the text to append to Megatron's log line."""
-        return "".join(f" {name}: {100 * share:.1f} % |" for name, share in self._known().items())
+        return "".join(
+            f" {name}: {100 * share:.1f} % |" for name, share in self._known_shares().items()
+        )
 
     def scalars(self) -> dict[str, float]:
         """Return the values by their names in TensorBoard and W&B."""
-        return {name.lower().replace(" ", "-"): share for name, share in self._known().items()}
+        return {
+            name.lower().replace(" ", "-"): share for name, share in self._known_shares().items()
+        }
 
-    def _known(self) -> dict[str, float]:
+    def _known_shares(self) -> dict[str, float]:
         shares = {"bubble": self.bubble, "predicted bubble": self.predicted_bubble}
         return {name: share for name, share in shares.items() if share is not None}
 
@@ -57,7 +61,7 @@ class BubbleMeter:
     """Times the passes of training steps that are logged, and of no other steps."""
 
     logs: Logs
-    predict: PredictBubble | None
+    predict: _PredictBubble | None
     _timer: PassTimer | None = None
     _torch_device: torch.device = torch.device("cpu")
     _num_microbatches: int = 0
@@ -91,10 +95,10 @@ class BubbleMeter:
         if self._timer is None:
             return Figures(iteration, predicted)
         times = self._timer.busy_and_whole()
-        most = torch.tensor(times, dtype=torch.float64, device=self._torch_device)
+        max_times = torch.tensor(times, dtype=torch.float64, device=self._torch_device)
         self._timer = None
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=pipeline_group)
-        busy_us, whole_us = most.tolist()
+        dist.all_reduce(max_times, op=dist.ReduceOp.MAX, group=pipeline_group)
+        busy_us, whole_us = max_times.tolist()
         bubble = 1 - busy_us / whole_us if whole_us else None  # None: no pass was observed
         return Figures(iteration, predicted, bubble)
 
@@ -145,8 +149,8 @@ def count_forward(
     tracker: ActivationTracker, chunk: int | None, output: Tensor | list[Tensor]
 ) -> None:
     """Count the activations that a forward pass of this rank's chunk saves."""
-    for each in output if isinstance(output, list) else [output]:
-        tracker.add_graph(each)
+    for tensor in output if isinstance(output, list) else [output]:
+        tracker.add_graph(tensor)
     tracker.ends(Pass(Kind.F, _stage_of(chunk or 0), 0))
 
 

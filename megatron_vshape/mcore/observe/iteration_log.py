@@ -64,7 +64,7 @@ def _write(figures: Figures) -> None:
             wandb_writer.log({name: value}, figures.iteration)
 
 
-EXPERT_LOSSES = {
+_EXPERT_LOSSES = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
@@ -94,18 +94,18 @@ def _size_expert_losses(args: Namespace) -> None:
     from megatron.core.transformer.moe import moe_utils
 
     kinds = args.moe_router_load_balancing_type
-    names = [EXPERT_LOSSES[kind] for kind in EXPERT_LOSSES if kind in kinds]
+    names = [_EXPERT_LOSSES[kind] for kind in _EXPERT_LOSSES if kind in kinds]
     if args.moe_z_loss_coeff is not None:
         names.append("z_loss")
     size = args.num_layers + (args.mtp_num_layers or 0)
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:  # up to 0.17 the tracker is a dictionary
-        kept = moe_utils.get_moe_layer_wise_logging_tracker()
+        tracker = moe_utils.get_moe_layer_wise_logging_tracker()
         groups = {"reduce_group": None, "avg_group": None, "reduce_group_has_dp": False}
         for name in names:
             values = torch.zeros(size, device=torch.cuda.current_device())
-            kept.setdefault(name, {"values": values, **groups})
+            tracker.setdefault(name, {"values": values, **groups})
         return
     for name in names:
         get_moe_metrics_tracker().ensure_initialized(name, size)

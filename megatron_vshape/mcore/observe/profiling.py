@@ -61,9 +61,9 @@ TURNS = 6
 PLAN, NAMED = range(2)
 
 RUNS = tuple(
-    each
+    schedule
     for turn in range(TURNS)
-    for each in ((PLAN, NAMED) if turn % 2 == 0 else (NAMED, PLAN))
+    for schedule in ((PLAN, NAMED) if turn % 2 == 0 else (NAMED, PLAN))
     for _ in range(TURN)
 )
 """Schedule of every step of a trial; the order alternates because machines drift."""
@@ -74,8 +74,8 @@ def typical(values: Iterable[float]) -> float:
 
     The first step of a schedule is also longer, because it allocates memory.
     """
-    known = sorted(values)
-    return median(known[: (len(known) + 1) // 2])
+    sorted_values = sorted(values)
+    return median(sorted_values[: (len(sorted_values) + 1) // 2])
 
 
 class Trial:
@@ -84,10 +84,10 @@ class Trial:
     The times of rank 0 decide for all ranks.
     """
 
-    def __init__(self, planner: Planner, plan: PlannedStep, named: PlannedStep) -> None:
+    def __init__(self, planner: Planner, plan: PlannedStep, named_plan: PlannedStep) -> None:
         """Start with the plan in the next step."""
         self._planner = planner
-        self._schedules = plan, named
+        self._schedules = plan, named_plan
         self._times_s: tuple[list[float], list[float]] = [], []
         self._steps = 0
         planner.use(plan)
@@ -101,9 +101,9 @@ class Trial:
         """
         if num_microbatches != self._schedules[PLAN].schedule.num_microbatches:
             return self._keep(PLAN)
-        before = self._steps - 1
-        if previous_s is not None and before >= 0:
-            self._times_s[RUNS[before]].append(previous_s)
+        previous_step = self._steps - 1
+        if previous_s is not None and previous_step >= 0:
+            self._times_s[RUNS[previous_step]].append(previous_s)
         self._steps += 1
         if self._steps < len(RUNS):
             self._planner.use(self._schedules[RUNS[self._steps]])
@@ -115,9 +115,9 @@ class Trial:
         """Compare the measured steps; the plan wins if evaluations left nothing to compare."""
         if not all(self._times_s):
             return PLAN
-        times_s = [typical(each) for each in self._times_s]
+        times_s = [typical(times) for times in self._times_s]
         faster = NAMED if times_s[NAMED] < times_s[PLAN] else PLAN
-        names = [each.schedule.name for each in self._schedules]
+        names = [plan.schedule.name for plan in self._schedules]
         steps = (f"{name} {1e3 * time:.2f} ms" for name, time in zip(names, times_s, strict=True))
         if not dist.is_initialized() or dist.get_rank() == 0:
             logger.warning("measured steps: %s; keeping %s", ", ".join(steps), names[faster])
@@ -197,11 +197,13 @@ class Profiler:
         self._rows.append((program, timer.slots()))
         if self._steps not in (self._profiled[1], self._checked[1]):
             return
-        gathered = [(each, gather_slots(row, group)) for each, row in self._rows]
+        gathered = [(step_program, gather_slots(row, group)) for step_program, row in self._rows]
         self._rows.clear()
         message = transport.blank()
         ahead_us = _clocks_ahead_us(program, transport, message, group)
-        timelines = [merge(each.schedule, rows, ahead_us) for each, rows in gathered]
+        timelines = [
+            merge(step_program.schedule, rows, ahead_us) for step_program, rows in gathered
+        ]
         # First the costs for a prediction; the second group of steps checks this prediction.
         if self._prediction is None:
             send_us = measure_send_us(program, group.rank(), transport, message)
@@ -219,64 +221,64 @@ class Profiler:
 
     def _keep_free(self, group: dist.ProcessGroup) -> None:
         """Reserve memory for temporary allocations of passes within the memory limit."""
-        planner, own = self.pipeline.planner, self.report.within_passes_bytes
+        planner, local_bytes = self.pipeline.planner, self.report.within_passes_bytes
         if planner.choice.limit_bytes is None:
             return
-        within = most_of_replicas(own, group, float)
-        planner.reserve([a + b for a, b in zip(planner.static_bytes, within, strict=True)])
-        if any(within):
-            gib = ", ".join(f"{each / GIB:.3f}" for each in within)
+        max_bytes = most_of_replicas(local_bytes, group, float)
+        planner.reserve([a + b for a, b in zip(planner.static_bytes, max_bytes, strict=True)])
+        if any(max_bytes):
+            gib = ", ".join(f"{num_bytes / GIB:.3f}" for num_bytes in max_bytes)
             self._log("passes allocate and free, kept free of activations, GiB per rank: %s", gib)
 
     def _predict(self, program: Program, costs: Costs, rest_us: float) -> PredictedStep:
         """Adopt the costs for later steps, plan again if required, and log the prediction."""
         planner = self.pipeline.planner
-        now = prediction_of(program.schedule, costs, rest_us)
+        current_prediction = prediction_of(program.schedule, costs, rest_us)
         planner.adopt(costs)
         if not planner.choice.plans_by_costs:
-            self._log("measured costs: %s", format_costs(now))
-            return now
+            self._log("measured costs: %s", format_costs(current_prediction))
+            return current_prediction
         with refusing():
             plan = planner.plan_step(program.schedule.num_microbatches)
         self.report.remeasure()
-        after = prediction_of(plan.program.schedule, costs, rest_us)
+        plan_prediction = prediction_of(plan.program.schedule, costs, rest_us)
         self._log(
             "measured costs: %s -> %s, from the next step on",
-            format_costs(now),
-            format_costs(after),
+            format_costs(current_prediction),
+            format_costs(plan_prediction),
         )
-        return after
+        return plan_prediction
 
-    def _try_named(self, ran: Schedule) -> None:
+    def _try_named(self, schedule: Schedule) -> None:
         """Start the trial of the plan against the best named schedule, once per run."""
         planner = self.pipeline.planner
         if self._is_tried or not self.pipeline.has_trial:
             return
         self._is_tried = True
         with refusing():
-            plan = planner.plan_step(ran.num_microbatches)
+            plan = planner.plan_step(schedule.num_microbatches)
             self._named = planner.best_by_name(plan)
         if self._named is not None:
             self._trial = Trial(planner, plan, self._named)
             self._log("comparing the plan with %s in the next steps", self._named.schedule.name)
 
-    def _go_on(self, ran: Schedule) -> None:
+    def _go_on(self, schedule: Schedule) -> None:
         """Count a step of the trial; after the last one, keep the winner and check it."""
         if self._trial is None or self._named is None or self._costs is None:
             return
-        winner = self._trial.end_step(self.report.last_step_s, ran.num_microbatches)
+        winner = self._trial.end_step(self.report.last_step_s, schedule.num_microbatches)
         if winner is None:
             return
         self._trial = None
-        self._keep(ran.num_microbatches)
+        self._save_schedule(schedule.num_microbatches)
         if winner == NAMED:  # only the plan has been compared with its prediction
-            named = self._named.program.schedule
-            self._prediction = prediction_of(named, self._costs, self._rest_us)
+            named_schedule = self._named.program.schedule
+            self._prediction = prediction_of(named_schedule, self._costs, self._rest_us)
             length = self._profiled[1] - self._profiled[0]
             self._checked = self._steps + 2, self._steps + 2 + length
         self.report.remeasure()
 
-    def _keep(self, num_microbatches: int) -> None:
+    def _save_schedule(self, num_microbatches: int) -> None:
         """Write the winning schedule to the trace folder, for a restart."""
         folder = self.pipeline.options.trace_folder
         if folder is None or dist.get_rank() != 0:
@@ -289,12 +291,16 @@ class Profiler:
 
     def _compare(self, prediction: PredictedStep, timelines: Sequence[Timeline]) -> None:
         """Compare measured steps with the prediction."""
-        wanted = prediction.num_microbatches
-        timelines = [each for each in timelines if each.schedule.num_microbatches == wanted]
+        num_microbatches = prediction.num_microbatches
+        timelines = [
+            timeline
+            for timeline in timelines
+            if timeline.schedule.num_microbatches == num_microbatches
+        ]
         if not timelines:  # the number of microbatches has changed since
             return
-        makespan_us = median(each.makespan for each in timelines)
-        bubble = median(each.bubble for each in timelines)
+        makespan_us = median(timeline.makespan for timeline in timelines)
+        bubble = median(timeline.bubble for timeline in timelines)
         checked = Checked(prediction, makespan_us, bubble, not shares_processors())
         self.report.compare(checked)
         self._log("%s, in %d steps", comparison(checked), len(timelines))
@@ -309,39 +315,43 @@ class Profiler:
         folder = self.pipeline.options.trace_folder
         if folder is not None and self._costs is not None and dist.get_rank() == 0:
             planned = simulate(measured.schedule, self._costs)
-            write_trace_files(Path(folder), planned, measured, self._costs)
+            _write_trace_files(Path(folder), planned, measured, self._costs)
 
     def _agreed_costs(
         self,
         timelines: Sequence[Timeline],
         send_us: float | None,
-        held: Held,
+        activation_memory: Held,
         group: dist.ProcessGroup,
     ) -> Costs:
         """Return the median of the costs that all pipelines of the world have measured."""
-        mine = (send_us, dict(held), self.report.allocated)
-        everyones: list[Any] = [mine] * group.size()
-        dist.all_gather_object(everyones, mine, group=group)
-        sends = [each for each, _, _ in everyones if each is not None]
-        all_held = {stage: pair for _, one, _ in everyones for stage, pair in one.items()}
-        kept, left_out = undisturbed(timelines)
-        for step, device, factor in left_out:
+        local_measurements = (send_us, dict(activation_memory), self.report.allocated)
+        measurements: list[Any] = [local_measurements] * group.size()
+        dist.all_gather_object(measurements, local_measurements, group=group)
+        sends_us = [time_us for time_us, _, _ in measurements if time_us is not None]
+        memory_by_stage = {
+            stage: pair for _, rank_memory, _ in measurements for stage, pair in rank_memory.items()
+        }
+        steps, disturbed_steps = undisturbed(timelines)
+        for step, device, factor in disturbed_steps:
             number = self._profiled[0] + step
             self._log(
                 "step %d is left out of the costs: passes of pipeline rank %d took %.2f times what "
                 "they take in the median step",
                 *(number, device, factor),
             )
-        send_us = fmean(sends) if sends else 0.0
-        made = measured_costs(kept, send_us, all_held)
-        made = with_allocated(made, [each for _, _, each in everyones])
+        send_us = fmean(sends_us) if sends_us else 0.0
+        costs = measured_costs(steps, send_us, memory_by_stage)
+        costs = with_allocated(costs, [allocated for _, _, allocated in measurements])
         # Replicas must plan the same schedule, because different ones would reduce gradients in
         # different orders.
-        world = [made] * dist.get_world_size()
-        dist.all_gather_object(world, made)
-        source = _source(f"{MEASURED} in training on {len(world)} ranks", self.report, kept[0])
+        costs_of_ranks = [costs] * dist.get_world_size()
+        dist.all_gather_object(costs_of_ranks, costs)
+        source = _source(
+            f"{MEASURED} in training on {len(costs_of_ranks)} ranks", self.report, steps[0]
+        )
         layers = self.pipeline.stage_map.layers
-        return replace(middle_of(world), layers=layers).with_source(source)
+        return replace(_median_costs(costs_of_ranks), layers=layers).with_source(source)
 
 
 def _source(text: str, report: RunReport, step: Timeline) -> str:
@@ -406,27 +416,31 @@ def _rest_us(steps: Sequence[Sequence[Sequence[Slot]]], timelines: Sequence[Time
     device. An evaluation between two steps affects one value but not the median.
     """
     starts = [rows[0][0].start for rows in steps]
-    periods = [after - before for before, after in pairwise(starts)]
-    rests = [period - each.makespan for period, each in zip(periods, timelines, strict=False)]
+    periods = [next_start - start for start, next_start in pairwise(starts)]
+    rests = [
+        period - timeline.makespan for period, timeline in zip(periods, timelines, strict=False)
+    ]
     return max(median(rests), 0.0) if rests else 0.0
 
 
-def middle_of(costs: Sequence[Costs]) -> Costs:
+def _median_costs(costs: Sequence[Costs]) -> Costs:
     """Return the median of several cost measurements of the same stages."""
 
-    stages = zip(*(pieces_from_costs(each) for each in costs), strict=True)
+    stages = zip(*(pieces_from_costs(measurement) for measurement in costs), strict=True)
     middle = [Piece.middle(measured) for measured in stages]
     send_us, host_us = (
-        median(each) for each in zip(*((c.send_us, c.host_us) for c in costs), strict=True)
+        median(times_us) for times_us in zip(*((c.send_us, c.host_us) for c in costs), strict=True)
     )
-    others: dict[str, Any] = {
-        name: tuple(map(median, zip(*(each.lists()[name] for each in costs), strict=True)))
+    other_amounts: dict[str, Any] = {
+        name: tuple(
+            map(median, zip(*(measurement.lists()[name] for measurement in costs), strict=True))
+        )
         for name, _ in costs[0].others
     }
-    return costs_from_pieces(middle, send_us, host_us=host_us, **others)
+    return costs_from_pieces(middle, send_us, host_us=host_us, **other_amounts)
 
 
-def write_trace_files(folder: Path, planned: Timeline, measured: Timeline, costs: Costs) -> None:
+def _write_trace_files(folder: Path, planned: Timeline, measured: Timeline, costs: Costs) -> None:
     """Write trace.json (Perfetto) and costs.json.
 
     Write errors are logged and do not stop the run.

@@ -30,7 +30,7 @@ from megatron_vshape.runtime.hosts import ranks_in_environment
 from megatron_vshape.runtime.weight_jobs import plain_tensors
 from megatron_vshape.view.numbers import peak_lines
 
-CLOSE = 0.1
+_MAX_DEVIATION = 0.1
 """Maximum relative deviation from the prediction that is reported as predicted."""
 
 COLUMNS = 120
@@ -38,11 +38,11 @@ COLUMNS = 120
 
 MIB = 2**20
 
-PlanOf = Callable[[int], PlannedStep]
+_PlanOf = Callable[[int], PlannedStep]
 """Returns the plan for a number of microbatches."""
 
 
-class WaitingMemory(Protocol):
+class _OffloadMemory(Protocol):
     """Other memory than the device's, in which activations wait."""
 
     name: str
@@ -63,7 +63,7 @@ class Memory(NamedTuple):
     held: dict[int, tuple[float, float]]  # per stage and microbatch: bytes after F, after B
     within_passes: int  # peak bytes that passes allocate and free; 0 without a GPU
     moved: Mapping[int, int] = {}  # per stage: bytes of a microbatch that can wait elsewhere
-    waiting: Mapping[str, int] = {}  # bytes in which they wait, by the name of the memory
+    offload_memory: Mapping[str, int] = {}  # bytes in which they wait, by the name of the memory
     # Bytes of a microbatch that passes of features allocate, by the name of the amount in costs.
     allocated: Mapping[str, float] = {}
     # Per stage: bytes that the passes of a microbatch share, and bytes of their gradients.
@@ -107,8 +107,8 @@ class RunReport:
     state: StepState
     name: str
     stages: Sequence[int]  # stages of this rank
-    plan_of: PlanOf | None  # predicts the memory for a number of microbatches
-    waiting: WaitingMemory | None = None  # set once activations may wait in other memory
+    plan_of: _PlanOf | None  # predicts the memory for a number of microbatches
+    offload_memory: _OffloadMemory | None = None  # set once activations may wait in other memory
     _plan: PlannedStep | None = None  # plan of the step in which memory was measured
     _memory: Memory | None = None
     _started_s: float | None = None
@@ -183,24 +183,26 @@ class RunReport:
             yield
             return
         # In the first step, and again after `remeasure`: activations are counted after each pass.
-        tracker, before = ActivationTracker(persistent(model)), torch.cuda.memory_allocated()
+        tracker, initial_bytes = ActivationTracker(persistent(model)), torch.cuda.memory_allocated()
         with self.state.setting(tracker=tracker):
             yield
         self._plan = None if self.plan_of is None else self.plan_of(num_microbatches)
-        held = {stage: tracker.held_bytes(stage, passes) for stage in self.stages}
+        activation_bytes = {stage: tracker.held_bytes(stage, passes) for stage in self.stages}
         # Before the first step the optimizer has no state. If the peak during model construction
         # was higher, this is an overestimate, which is safe.
-        within = max(torch.cuda.max_memory_allocated() - before - tracker.peak_bytes, 0)
-        waits = {} if self.waiting is None else self.waiting.bytes_by_stage
-        moved = {stage: passes * size for stage, size in waits.items()}
+        within = max(torch.cuda.max_memory_allocated() - initial_bytes - tracker.peak_bytes, 0)
+        offloadable = {} if self.offload_memory is None else self.offload_memory.bytes_by_stage
+        moved = {stage: passes * size for stage, size in offloadable.items()}
         kinds = [kind for feature in features() for kind in feature.measured_kinds]
         allocated = {
-            kind.takes: max((tracker.added_bytes(kind, at) for at in self.stages), default=0.0)
+            kind.takes: max(
+                (tracker.added_bytes(kind, stage) for stage in self.stages), default=0.0
+            )
             for kind in kinds
         }
-        shared = {self.stages[chunk]: both for chunk, both in tracker.shared.items()}
+        shared = {self.stages[chunk]: sizes for chunk, sizes in tracker.shared.items()}
         self._memory = Memory(
-            tracker.peak_bytes, held, within, moved, allocated=allocated, shared=shared
+            tracker.peak_bytes, activation_bytes, within, moved, allocated=allocated, shared=shared
         )
         # The first step also fills caches, so its time is not representative.
         self._started_s = None
@@ -212,33 +214,38 @@ class RunReport:
         """
         if self._memory is None:
             return None
-        waits = self.waiting
-        own = self._memory._replace(
-            waiting={} if waits is None or not waits.nbytes else {waits.name: waits.nbytes},
+        offload_memory = self.offload_memory
+        local_memory = self._memory._replace(
+            offload_memory={}
+            if offload_memory is None or not offload_memory.nbytes
+            else {offload_memory.name: offload_memory.nbytes},
             allocated_bytes=torch.cuda.max_memory_allocated(),
         )
-        everyones: list[Memory] = [own] * pipeline_group.size()
-        dist.all_gather_object(everyones, own, group=pipeline_group)
+        memories: list[Memory] = [local_memory] * pipeline_group.size()
+        dist.all_gather_object(memories, local_memory, group=pipeline_group)
         speed = "throughput unknown (too few steps)"
         if self._step_s:
             speed = f"{self._tokens * copies / self.step_s:,.0f} tokens/s"
         line = (
             f"{self.name}: {speed}; peak activation memory per rank in MiB: "
-            f"measured {_in_mib([each.peak_bytes for each in everyones])}"
+            f"measured {_format_mib([memory.peak_bytes for memory in memories])}"
         )
         if self._plan is not None:
             plan = self._plan
-            shared = {stage: both for each in everyones for stage, both in each.shared.items()}
-            line += f", predicted {_in_mib(plan.peak_bytes(byte_costs(everyones), shared))}"
-        for name in dict.fromkeys(name for each in everyones for name in each.waiting):
-            line += f", {name} {_in_mib([each.waiting.get(name, 0) for each in everyones])}"
-        allocated = [each.allocated_bytes for each in everyones]
+            shared = {stage: sizes for memory in memories for stage, sizes in memory.shared.items()}
+            line += f", predicted {_format_mib(plan.peak_bytes(byte_costs(memories), shared))}"
+        for name in dict.fromkeys(name for memory in memories for name in memory.offload_memory):
+            line += (
+                f", {name} "
+                f"{_format_mib([memory.offload_memory.get(name, 0) for memory in memories])}"
+            )
+        allocated = [memory.allocated_bytes for memory in memories]
         if any(allocated):
-            line += f", peak allocated memory {_in_mib(allocated)}"
+            line += f", peak allocated memory {_format_mib(allocated)}"
             if dist.get_rank() == 0:
                 write_figures(allocated_bytes=allocated)
         if self._checked is not None and self._step_s:
-            peaks = [each.peak_bytes for each in everyones]
+            peaks = [memory.peak_bytes for memory in memories]
             line += "\n" + closing_table(self._checked, self.step_s * 1e6, peaks)
         return line
 
@@ -259,25 +266,25 @@ def closing_table(checked: Checked, step_us: float, peak_bytes: Sequence[float])
     peaks = list(zip(predicted.peak_bytes, peak_bytes, strict=True))
     rows = times if comparable else []
     rows += [
-        (f"activations of rank {rank}, MiB", expected / MIB, found / MIB)
-        for rank, (expected, found) in enumerate(peaks)
+        (f"activations of rank {rank}, MiB", expected / MIB, measured / MIB)
+        for rank, (expected, measured) in enumerate(peaks)
     ]
     lines = [f"{predicted.name:33}{'predicted':>12}{'measured':>12}{'ratio':>8}"]
-    for label, expected, found in rows:
-        ratio = f"{found / expected:8.3f}" if expected > 0 else ""
-        lines.append(f"{label:33}{expected:12.2f}{found:12.2f}{ratio}")
-    more = max(found / expected if expected > 0 else 1.0 for expected, found in peaks)
-    memory = _verdict("activation memory", more)
+    for label, expected, measured in rows:
+        ratio = f"{measured / expected:8.3f}" if expected > 0 else ""
+        lines.append(f"{label:33}{expected:12.2f}{measured:12.2f}{ratio}")
+    max_ratio = max(measured / expected if expected > 0 else 1.0 for expected, measured in peaks)
+    memory = _verdict("activation memory", max_ratio)
     if not comparable:
-        return "\n".join([*lines, f"{memory}; timing is not comparable: {_sharing()}"])
+        return "\n".join([*lines, f"{memory}; timing is not comparable: {_format_sharing()}"])
     return "\n".join([*lines, f"{_verdict('step time', step_us / predicted.step_us)}; {memory}"])
 
 
-def _verdict(what: str, ratio: float) -> str:
+def _verdict(figure: str, ratio: float) -> str:
     """Format the deviation of a measured value from its prediction."""
-    if abs(ratio - 1) <= CLOSE:
-        return f"{what} as predicted"
-    return f"{what} {100 * (ratio - 1):+.0f} % compared with the prediction"
+    if abs(ratio - 1) <= _MAX_DEVIATION:
+        return f"{figure} as predicted"
+    return f"{figure} {100 * (ratio - 1):+.0f} % compared with the prediction"
 
 
 def shares_processors() -> bool:
@@ -289,7 +296,7 @@ def _local_ranks() -> int:
     return ranks_in_environment() or (dist.get_world_size() if dist.is_initialized() else 1)
 
 
-def _sharing() -> str:
+def _format_sharing() -> str:
     return f"{_local_ranks()} ranks share {processors()} CPU cores"
 
 
@@ -299,9 +306,12 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int, local_ranks: int | 
     schedule = plan.schedule
     notes = ""
     if shares_processors():
-        notes = f"\n{_sharing()}: passes wait for a core, so measured times and bubble are larger"
-    notes += _learned_told(pipeline) + _recompute_told(pipeline)
-    notes += "".join(each.notes(pipeline, plan, local_ranks) for each in features())
+        notes = (
+            f"\n{_format_sharing()}: passes wait for a core, so measured times and bubble are "
+            "larger"
+        )
+    notes += _learned_costs_note(pipeline) + _recompute_notes(pipeline)
+    notes += "".join(feature.notes(pipeline, plan, local_ranks) for feature in features())
     if pipeline.choice.whole_stages:
         notes += (
             "\nbackward passes are not split (BW) except on the last stage: CUDA graphs cover all "
@@ -309,13 +319,13 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int, local_ranks: int | 
         )
     return (
         f"pipeline schedule {schedule.name}, {schedule.size_text}: estimated bubble "
-        f"{100 * plan.timeline.bubble:.1f} %, {_peak_told(plan)}; costs: "
-        f"{_costs_told(pipeline)}{notes}\n"
+        f"{100 * plan.timeline.bubble:.1f} %, {_format_peak(plan)}; costs: "
+        f"{_format_cost_source(pipeline)}{notes}\n"
         f"passes (upper case: even chunks; one row per rank):\n{plan.timeline.draw(COLUMNS)}"
     )
 
 
-def _peak_told(plan: PlannedStep) -> str:
+def _format_peak(plan: PlannedStep) -> str:
     """Format the estimated peak relative to 1F1B: of activations, or of all memory if known."""
     devices = plan.schedule.num_devices
     share = f"{100 * plan.relative_peak:.0f} % of 1F1B at PP {devices}"
@@ -326,7 +336,7 @@ def _peak_told(plan: PlannedStep) -> str:
     return f"peak {share}, by rank {'; '.join(ranks)}"
 
 
-def _learned_told(pipeline: Pipeline) -> str:
+def _learned_costs_note(pipeline: Pipeline) -> str:
     """Return a note on costs that an earlier run has written to the trace folder, if usable."""
     options, choice = pipeline.options, pipeline.choice
     path = Path(options.trace_folder or "") / "costs.json"
@@ -342,7 +352,7 @@ def _learned_told(pipeline: Pipeline) -> str:
     return f"\n{path} was {source}: use it with --pipeline-costs {path}"
 
 
-def _recompute_told(pipeline: Pipeline) -> str:
+def _recompute_notes(pipeline: Pipeline) -> str:
     """Return notes on recomputation in backward passes and its effects, one line each."""
     lines = ""
     if pipeline.choice.keeps_backward_whole:
@@ -359,7 +369,7 @@ def _recompute_told(pipeline: Pipeline) -> str:
     return lines
 
 
-def _costs_told(pipeline: Pipeline) -> str:
+def _format_cost_source(pipeline: Pipeline) -> str:
     if pipeline.planner.costs is None and pipeline.choice.estimate is None:
         return "F = B = W"
     if pipeline.planner.costs is None:
@@ -369,22 +379,24 @@ def _costs_told(pipeline: Pipeline) -> str:
 
 def byte_costs(memories: Sequence[Memory]) -> Costs:
     """Return costs with the measured bytes of all ranks; their times are placeholders."""
-    held = {stage: pair for memory in memories for stage, pair in memory.held.items()}
-    ones = (1.0,) * len(held)
-    after_forward, after_backward = zip(*(held[stage] for stage in sorted(held)), strict=True)
+    activation_bytes = {stage: pair for memory in memories for stage, pair in memory.held.items()}
+    ones = (1.0,) * len(activation_bytes)
+    after_forward, after_backward = zip(
+        *(activation_bytes[stage] for stage in sorted(activation_bytes)), strict=True
+    )
     moved = {stage: size for memory in memories for stage, size in memory.moved.items()}
     costs = Costs(ones, ones, ones, 0.0, after_forward, after_backward)
-    waits = tuple(float(moved.get(stage, 0)) for stage in sorted(held))
+    offloadable = tuple(float(moved.get(stage, 0)) for stage in sorted(activation_bytes))
     if moved:
-        costs = costs.having(**{RELEASE.frees: waits})
+        costs = costs.having(**{RELEASE.frees: offloadable})
     return with_allocated(costs, [memory.allocated for memory in memories])
 
 
 def with_allocated(costs: Costs, by_rank: Sequence[Mapping[str, float]]) -> Costs:
     """Return costs with the memory of passes of features; the rank with the most decides."""
-    most = {name: max(each[name] for each in by_rank) for name in by_rank[0]}
-    given = {name: (size,) * costs.num_stages for name, size in most.items() if size}
-    return costs.having(**given) if given else costs
+    max_bytes = {name: max(amounts[name] for amounts in by_rank) for name in by_rank[0]}
+    nonzero_bytes = {name: (size,) * costs.num_stages for name, size in max_bytes.items() if size}
+    return costs.having(**nonzero_bytes) if nonzero_bytes else costs
 
 
 def persistent(model: Sequence[nn.Module]) -> Iterator[Tensor]:
@@ -399,13 +411,13 @@ def persistent(model: Sequence[nn.Module]) -> Iterator[Tensor]:
                 yield main_grad
 
 
-def _in_mib(values: Sequence[float]) -> str:
+def _format_mib(values: Sequence[float]) -> str:
     return "[" + ", ".join(f"{value / MIB:.2f}" for value in values) + "]"
 
 
 T = TypeVar("T")
 
-ADAM_STATES = 2
+_ADAM_STATES = 2
 """Number of fp32 moments per parameter in Adam."""
 
 
@@ -434,20 +446,24 @@ def static_memory(
     parameters if the optimizer keeps them. With `post_validates`, the updated parameters and
     moments count twice.
     """
-    own = [each for chunk in model for each in chunk.parameters()]
-    main_grads = [getattr(each, "main_grad", None) for each in own]
-    gradients = [each for each in main_grads if isinstance(each, Tensor)]
-    stepped = [each for group in optimizer.param_groups for each in group["params"]]
-    held = {_storage(each) for each in own}
+    parameters = [parameter for chunk in model for parameter in chunk.parameters()]
+    main_grads = [getattr(parameter, "main_grad", None) for parameter in parameters]
+    gradients = [main_grad for main_grad in main_grads if isinstance(main_grad, Tensor)]
+    updated_parameters = [
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    ]
+    model_storages = {_storage(parameter) for parameter in parameters}
     # A stepped parameter outside the model's storages is an fp32 copy.
-    copies = [each for each in stepped if _storage(each) not in held]
-    moments = ADAM_STATES * 4 * sum(each.numel() for each in stepped)
+    copies = [
+        parameter for parameter in updated_parameters if _storage(parameter) not in model_storages
+    ]
+    moments = _ADAM_STATES * 4 * sum(parameter.numel() for parameter in updated_parameters)
     return StaticMemory(
-        _bytes(own),
+        _bytes(parameters),
         _bytes(gradients),
         _bytes(copies) + moments,
-        _bytes(stepped) + moments if post_validates else 0,
-        nccl.outside_allocator(own[0].device),
+        _bytes(updated_parameters) + moments if post_validates else 0,
+        nccl.outside_allocator(parameters[0].device),
     )
 
 
@@ -458,37 +474,37 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    plain = [part for each in tensors for part in plain_tensors(each)]
-    return sum(each.numel() * each.element_size() for each in plain)
+    plain = [part for tensor in tensors for part in plain_tensors(tensor)]
+    return sum(part.numel() * part.element_size() for part in plain)
 
 
 def most_of_replicas(
-    own: T, pipeline_group: dist.ProcessGroup, size: Callable[[T], float]
+    local_memory: T, pipeline_group: dist.ProcessGroup, size: Callable[[T], float]
 ) -> list[T]:
     """Return the largest value among data-parallel replicas, per pipeline rank.
 
     All ranks of the world call this and get the same result. Replicas may differ, for example if an
     optimizer shards by layer, and each would then plan a different schedule.
     """
-    place = pipeline_group.rank()
-    everyones = [(place, own)] * dist.get_world_size()
-    dist.all_gather_object(everyones, (place, own))
+    pipeline_rank = pipeline_group.rank()
+    memories = [(pipeline_rank, local_memory)] * dist.get_world_size()
+    dist.all_gather_object(memories, (pipeline_rank, local_memory))
     return [
-        max((each for at, each in everyones if at == rank), key=size)
+        max((memory for memory_rank, memory in memories if memory_rank == rank), key=size)
         for rank in range(pipeline_group.size())
     ]
 
 
 def memory_table(
-    everyones: Sequence[StaticMemory], reserved_bytes: Sequence[float], limit_bytes: float
+    memories: Sequence[StaticMemory], reserved_bytes: Sequence[float], limit_bytes: float
 ) -> str:
     """Format how the memory limit is divided, one line per rank, in GiB.
 
     `reserved_bytes` minus the static memory is reserved for P2P buffers.
     """
-    names = [each.replace("_", " ") for each in StaticMemory._fields]
+    names = [category.replace("_", " ") for category in StaticMemory._fields]
     lines = ["GiB per rank: " + ", ".join([*names, "messages", "activations may take"])]
-    for rank, (each, reserved) in enumerate(zip(everyones, reserved_bytes, strict=True)):
-        values = [*each, reserved - each.total, limit_bytes - reserved]
+    for rank, (memory, reserved) in enumerate(zip(memories, reserved_bytes, strict=True)):
+        values = [*memory, reserved - memory.total, limit_bytes - reserved]
         lines.append(f"  rank {rank}: " + ", ".join(f"{value / GIB:.3f}" for value in values))
     return "\n".join(lines)

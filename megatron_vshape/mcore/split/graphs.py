@@ -47,15 +47,15 @@ def cover_whole_layers(options: Any) -> bool:
         return True
     experts = getattr(options, "num_experts", None) or getattr(options, "num_moe_experts", None)
     all_have_experts = getattr(options, "moe_layer_freq", None) in (None, 1)
-    needed = {"attn"} | ({"moe"} if experts else set())
+    required_scope = {"attn"} | ({"moe"} if experts else set())
     if not experts or not all_have_experts:
-        needed.add("mlp")
-    return needed <= scope and getattr(options, "hybrid_layer_pattern", None) is None
+        required_scope.add("mlp")
+    return required_scope <= scope and getattr(options, "hybrid_layer_pattern", None) is None
 
 
 def covered(chunks: Iterable[nn.Module]) -> set[nn.Module]:
     """Return all modules of the chunks whose passes are replayed, according to Megatron."""
-    found: set[nn.Module] = set()
+    modules: set[nn.Module] = set()
     layer: Any
     for chunk in chunks:
         for layer in chunk.modules():
@@ -64,8 +64,8 @@ def covered(chunks: Iterable[nn.Module]) -> set[nn.Module]:
                 continue  # a block of layers; only inference captures these
             if captures_graphs(config) and cuda_graphs._layer_is_graphable(layer, config):
                 for module in layer._get_submodules_under_cudagraphs():
-                    found.update(module.modules())
-    return found
+                    modules.update(module.modules())
+    return modules
 
 
 class ChunkPass(NamedTuple):
@@ -78,24 +78,24 @@ class ChunkPass(NamedTuple):
 
 def passes_of(program: Program, rank: int, stages: Sequence[int]) -> list[ChunkPass]:
     """List the passes of a rank's `stages` in program order."""
-    chunk_of = {stage: at for at, stage in enumerate(stages)}
+    chunk_of = {stage: index for index, stage in enumerate(stages)}
     return [
         ChunkPass(work.kind, chunk_of[work.stage], work.microbatch)
-        for each in program.instructions[rank]
-        for work in (each.passes if isinstance(each, Run) else ())
+        for instruction in program.instructions[rank]
+        for work in (instruction.passes if isinstance(instruction, Run) else ())
         if work.stage in chunk_of
     ]
 
 
 def with_last_split(passes: Sequence[ChunkPass]) -> list[ChunkPass]:
     """Split the last full backward of each chunk into B and W, as with --overlap-grad-reduce."""
-    last = {work.chunk: at for at, work in enumerate(passes) if Kind.W in work.kind.does}
+    last = {work.chunk: index for index, work in enumerate(passes) if Kind.W in work.kind.does}
     return [
         part
-        for at, work in enumerate(passes)
+        for index, work in enumerate(passes)
         for part in (
             (work._replace(kind=Kind.B), work._replace(kind=Kind.W))
-            if work.kind is Kind.BW and last[work.chunk] == at
+            if work.kind is Kind.BW and last[work.chunk] == index
             else (work,)
         )
     ]
@@ -144,7 +144,7 @@ def layer_order(
     `chunks` has one flag per layer: whether the layer has weight gradients. A full backward runs B
     and W layer by layer.
     """
-    starts = [microbatches * sum(map(len, chunks[:at])) for at in range(len(chunks))]
+    starts = [microbatches * sum(map(len, chunks[:chunk])) for chunk in range(len(chunks))]
     order: list[float] = []
     for kind, chunk, microbatch in passes:
         first = starts[chunk] + microbatch * len(chunks[chunk]) + 1
@@ -179,20 +179,28 @@ class Capture:
         """
         self._chunks, self.passes = chunks, passes
         self._owners: dict[nn.Module, nn.Module] = {}  # linear layer -> captured layer
-        self._turns: dict[nn.Module, list[int]] = {}  # microbatches in the order of W
-        for at, layers in enumerate(chunks):
-            turns = [m for kind, chunk, m in passes if chunk == at and Kind.W in kind.does]
+        self._weight_order: dict[nn.Module, list[int]] = {}  # microbatches in the order of W
+        for index, layers in enumerate(chunks):
+            microbatches = [
+                microbatch
+                for kind, chunk, microbatch in passes
+                if chunk == index and Kind.W in kind.does
+            ]
             for layer in layers:
-                self._turns[layer] = turns
-                own = (each for each in layer.modules() if each in covered and _leaves_jobs(each))
-                self._owners.update(dict.fromkeys(own, layer))
+                self._weight_order[layer] = microbatches
+                linear_layers = (
+                    module
+                    for module in layer.modules()
+                    if module in covered and _defers_jobs(module)
+                )
+                self._owners.update(dict.fromkeys(linear_layers, layer))
         self._jobs: dict[tuple[nn.Module, int], list[_Job]] = defaultdict(list)
         self._forwards: dict[nn.Module, int] = defaultdict(int)
         self._weights_run: dict[nn.Module, int] = defaultdict(int)
         self._running: tuple[nn.Module, int] | None = None  # layer and microbatch of its B
         self._static: set[int] = set()  # addresses of its tensors that TE reuses for other B's
         self._read: set[int] = set()  # addresses that captured jobs read
-        self._kept: dict[tuple[nn.Module, int], dict[int, int]] = defaultdict(dict)
+        self._retained: dict[tuple[nn.Module, int], dict[int, int]] = defaultdict(dict)
         self.parameters: dict[nn.Module, list[Tensor]] = {}
         self.copies = self.peak_retained_bytes = 0  # number of copies; peak bytes between B and W
 
@@ -204,9 +212,9 @@ class Capture:
     def active(self, state: StepState) -> Iterator[None]:
         """Collect the jobs of the linear layers in this capture."""
         with Replaced() as replaced, state.setting(capture=self):
-            for each in self._owners:
-                replaced.put(each, "backward_dw", partial(self._run, each))
-            for layer in self._turns:
+            for linear_layer in self._owners:
+                replaced.put(linear_layer, "backward_dw", partial(self._run, linear_layer))
+            for layer in self._weight_order:
                 # TE captures Megatron's layers through this method, not through forward.
                 has_own = hasattr(layer, "_te_cuda_graph_capture")
                 name = "_te_cuda_graph_capture" if has_own else "forward"
@@ -217,21 +225,21 @@ class Capture:
         self, original: Callable[..., Any], callables: Any, sample_args: Any, **options: Any
     ) -> Any:
         """Call `original`, TE's make_graphed_callables, to capture F, B and W."""
-        if not all(hasattr(each, "main_grad") for each in _trained(self._owners)):
+        if not all(hasattr(parameter, "main_grad") for parameter in _trained(self._owners)):
             raise StoreError(
                 "CUDA graphs of weight gradients need the main_grad of Megatron's "
                 "DistributedDataParallel, and a parameter has none: add --pipeline-split-graphs off"
             )
-        many, enabled = len(sample_args) // len(callables), options.get("fp8_enabled")
+        num_microbatches, enabled = len(sample_args) // len(callables), options.get("fp8_enabled")
         # TE captures a W only for the latest B of a callable. One entry per layer and microbatch
         # makes every B the latest one.
-        repeated = tuple(each for layers in self._chunks for each in [*layers] * many)
+        repeated = tuple(layer for layers in self._chunks for layer in [*layers] * num_microbatches)
         if isinstance(enabled, tuple):
-            of_layer = dict(zip(callables, enabled, strict=True))
-            options["fp8_enabled"] = tuple(of_layer[each] for each in repeated)
+            enabled_by_layer = dict(zip(callables, enabled, strict=True))
+            options["fp8_enabled"] = tuple(enabled_by_layer[layer] for layer in repeated)
         owners = set(self._owners.values())
         weights = [[layer in owners for layer in layers] for layers in self._chunks]
-        options["_order"] = layer_order(self.passes, weights, many)
+        options["_order"] = layer_order(self.passes, weights, num_microbatches)
         options["_num_layers_per_chunk"] = [1] * len(repeated)
         return original(repeated, sample_args, **options)
 
@@ -239,22 +247,26 @@ class Capture:
         self, layer: nn.Module, original: Callable[..., Any], *args: Any, **options: Any
     ) -> Any:
         """Run the F of a layer. Hooks on its outputs record the microbatch when its B starts."""
-        made = original(*args, **options)
+        outputs = original(*args, **options)
         if torch.cuda.is_current_stream_capturing():
-            given = {_address(e) for e in tree_leaves((args, options)) if isinstance(e, Tensor)}
-            begin = partial(self._begin_backward, (layer, self._forwards[layer]), given)
+            input_addresses = {
+                _address(e) for e in tree_leaves((args, options)) if isinstance(e, Tensor)
+            }
+            note_backward = partial(
+                self._note_backward, (layer, self._forwards[layer]), input_addresses
+            )
             self._forwards[layer] += 1
             # The first gradient that reaches an output marks the start of this B.
-            for each in tree_leaves(made):
-                if isinstance(each, Tensor) and each.grad_fn is not None:
-                    each.register_hook(begin)
-        return made
+            for output in tree_leaves(outputs):
+                if isinstance(output, Tensor) and output.grad_fn is not None:
+                    output.register_hook(note_backward)
+        return outputs
 
-    def _begin_backward(
-        self, running: tuple[nn.Module, int], given: set[int], gradient: Tensor
+    def _note_backward(
+        self, running: tuple[nn.Module, int], input_addresses: set[int], gradient: Tensor
     ) -> None:
         if running != self._running:
-            self._running, self._static = running, set(given)
+            self._running, self._static = running, set(input_addresses)
         self._static.add(_address(gradient))  # TE has one buffer for all layers and microbatches
 
     def put(self, layer: nn.Module, job: GatheringJob, parameters: list[Tensor]) -> None:
@@ -265,18 +277,18 @@ class Capture:
             key = self._running
             # W is replayed after other B's have run, so the job must not read buffers that TE
             # reuses.
-            job.tensors = [self._own(each) for each in job.tensors]
+            job.tensors = [self._copy_static(tensor) for tensor in job.tensors]
             tensors = plain_tensors(job.tensors)
-            self._kept[key] |= {_address(e): e.untyped_storage().nbytes() for e in tensors}
-            self._read.update(self._kept[key])
-            total = sum(sum(each.values()) for each in self._kept.values())
+            self._retained[key] |= {_address(e): e.untyped_storage().nbytes() for e in tensors}
+            self._read.update(self._retained[key])
+            total = sum(sum(sizes.values()) for sizes in self._retained.values())
             self.peak_retained_bytes = max(self.peak_retained_bytes, total)
         self._jobs[key].append((job, parameters))
 
-    def _own(self, value: Any) -> Any:
+    def _copy_static(self, value: Any) -> Any:
         """Copy a static tensor; TE reuses its memory for other microbatches after B."""
         if isinstance(value, list | tuple):
-            return [self._own(each) for each in value]
+            return [self._copy_static(part) for part in value]
         if not isinstance(value, Tensor) or hasattr(value, "get_data_tensors"):
             return value  # B allocates quantized tensors itself
         if _address(value) not in self._static:
@@ -288,12 +300,14 @@ class Capture:
         """Compute the weight gradients that one B of the captured layer has deferred."""
         key = self._owners[layer], _WARM_UP
         if torch.cuda.is_current_stream_capturing():
-            key = key[0], self._turns[key[0]][self._weights_run[layer]]
+            key = key[0], self._weight_order[key[0]][self._weights_run[layer]]
             self._weights_run[layer] += 1
         jobs = self._jobs.pop(key, [])
-        self._kept.pop(key, None)
+        self._retained.pop(key, None)
         if jobs:
-            self.parameters[key[0]] = [each for _, own in jobs for each in own]
+            self.parameters[key[0]] = [
+                parameter for _, parameters in jobs for parameter in parameters
+            ]
         with torch.no_grad():
             while jobs:
                 job, _ = jobs.pop(0)  # its tensors can be freed once it has run
@@ -305,19 +319,19 @@ class Capture:
 
     def check(self, memory: GraphMemory) -> None:
         """Raise StoreError if a captured W reads memory that another replay may overwrite."""
-        others = sum(not memory.owns(each) for each in self._read)
-        if others:
+        num_overwritable = sum(not memory.owns(address) for address in self._read)
+        if num_overwritable:
             raise StoreError(
-                f"{others} tensors that captured weight gradients read are not in the memory of "
-                "CUDA graphs, and may be overwritten before W: add --pipeline-split-graphs off"
+                f"{num_overwritable} tensors that captured weight gradients read are not in the "
+                "memory of CUDA graphs, and may be overwritten before W: add --pipeline-split-graphs off"
             )
 
 
 def _trained(layers: Collection[nn.Module]) -> list[nn.Parameter]:
-    return [p for each in layers for p in each.parameters(recurse=False) if p.requires_grad]
+    return [p for layer in layers for p in layer.parameters(recurse=False) if p.requires_grad]
 
 
-def _leaves_jobs(layer: nn.Module) -> bool:
+def _defers_jobs(layer: nn.Module) -> bool:
     """Return whether the B of a linear layer defers its weight gradient to a JobStore."""
     return bool(_trained([layer])) and isinstance(getattr(layer, "wgrad_store", None), JobStore)
 
@@ -330,13 +344,13 @@ def replayed(state: StepState, graph: Any, parameters: Sequence[Tensor]) -> Call
     """Wrap a graphed callable so that its B defers W to the schedule's W pass."""
 
     def run(*args: Any, **options: Any) -> Any:
-        made = graph(*args, **options)
-        outputs = (made,) if isinstance(made, Tensor) else made
-        nodes = (each.grad_fn for each in outputs if isinstance(each, Tensor))
-        node = next((each for each in nodes if each is not None), None)
+        result = graph(*args, **options)
+        outputs = (result,) if isinstance(result, Tensor) else result
+        nodes = (output.grad_fn for output in outputs if isinstance(output, Tensor))
+        node = next((node for node in nodes if node is not None), None)
         if node is not None:
             node.register_hook(after_backward)
-        return made
+        return result
 
     def after_backward(*unused: Any) -> None:
         # An open bucket means a B whose W comes later; in a full backward, W is replayed
@@ -366,8 +380,8 @@ def capturing(helper: Any, capture: Capture | None, state: StepState) -> Iterato
         return
     capture.check(state.graph_memory)
     layer: Any
-    for layer, own in capture.parameters.items():
-        layer.cuda_graphs = [replayed(state, each, own) for each in layer.cuda_graphs]
+    for layer, parameters in capture.parameters.items():
+        layer.cuda_graphs = [replayed(state, graph, parameters) for graph in layer.cuda_graphs]
     logger.info(
         "CUDA graphs of W: %d layers, at most %.0f MiB wait between B and W, %d copies",
         len(capture.parameters),
@@ -386,5 +400,5 @@ def _savings(helper: Any, original: Callable[..., Any]) -> dict[str, Any]:
     if helper.config.gradient_accumulation_fusion:
         if all(hasattr(chunk, "ddp_config") for chunk in helper.model):
             options["clone_param_grads_on_return"] = False
-    known = inspect.signature(original).parameters
-    return {name: value for name, value in options.items() if name in known}
+    supported = inspect.signature(original).parameters
+    return {name: value for name, value in options.items() if name in supported}

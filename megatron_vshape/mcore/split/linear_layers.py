@@ -55,11 +55,11 @@ def defer_weight_gradients(
     Raises:
         StoreError: Transformer Engine's layers do not match the adapter.
     """
-    whole = graphs.covered(chunks)
+    graphed = graphs.covered(chunks)
     # With split graphs, covered TE layers get a store too: their W is captured separately.
     if splits_graphs:
-        whole = {each for each in whole if not te_layers.is_splittable(each)}
-    te_layers.install(state, chunks, whole)
+        graphed = {module for module in graphed if not te_layers.is_splittable(module)}
+    te_layers.install(state, chunks, graphed)
     for chunk in chunks:
         mark_gathered(chunk)
         name_weights(chunk)  # in traces
@@ -69,7 +69,7 @@ def defer_weight_gradients(
     )
     # Tensor- and data-parallel replicas have the same layers, so one of them logs.
     if replicas == (0, 0):
-        log_unsplit_layers(chunks, whole)
+        log_unsplit_layers(chunks, graphed)
 
 
 def make_split_linear(state: StepState, layers: ModuleType, upstream: Any) -> type:
@@ -113,17 +113,17 @@ def _no_dummy(parameter: Tensor) -> Iterator[None]:
     for which DDP's overlap waits. During a pipeline step DDP waits for no gradient
     (`step.gradient_sync`). For an output layer the dummy is 1 GiB or more, and it is never freed.
     """
-    has = hasattr(parameter, _ADDED) and not hasattr(parameter, "__fsdp_param__")
-    if has:
+    had_flag = hasattr(parameter, _ADDED) and not hasattr(parameter, "__fsdp_param__")
+    if had_flag:
         delattr(parameter, _ADDED)
     try:
         yield
     finally:
-        if has:
+        if had_flag:
             setattr(parameter, _ADDED, True)
 
 
-GATHERED = "vshape_gathered_over"
+_GATHERED = "vshape_gathered_over"
 """Weight attribute: group over which the gradient of the layer's output is gathered in backward."""
 
 
@@ -135,7 +135,7 @@ def mark_gathered(model: nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, RowParallelLinear) and layer.sequence_parallel:
             if not layer.explicit_expert_comm and layer.tp_group.size() > 1:
-                setattr(layer.weight, GATHERED, layer.tp_group)
+                setattr(layer.weight, _GATHERED, layer.tp_group)
 
 
 def _backward_inputs(
@@ -152,13 +152,13 @@ def _backward_inputs(
     grad_output = grad_output.to(getattr(ctx, "input_dtype", grad_output.dtype))
     # The product that the previous layer waits for comes first, as upstream.
     grad_input = grad_output.matmul(weight)
-    under_way = None
+    collective = None
     if ctx.allreduce_dgrad:
-        under_way = dist.all_reduce(grad_input, group=ctx.tp_group, async_op=True)
+        collective = dist.all_reduce(grad_input, group=ctx.tp_group, async_op=True)
     if ctx.sequence_parallel:
-        whole, grad_input = grad_input, torch.empty_like(input, requires_grad=False)
+        full_gradient, grad_input = grad_input, torch.empty_like(input, requires_grad=False)
         reduce_scatter = layers.dist_reduce_scatter_func
-        under_way = reduce_scatter(grad_input, whole, group=ctx.tp_group, async_op=True)
+        collective = reduce_scatter(grad_input, full_gradient, group=ctx.tp_group, async_op=True)
     # The gradient of a loss can require grad.
     grad_output = grad_output.detach()
     grad_bias = None
@@ -166,7 +166,7 @@ def _backward_inputs(
         grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0)
     parameter = ctx.parameter
     # W gathers the input again: the next layer overwrites the gathered buffer, or it is large.
-    sources = (ctx.tp_group if ctx.sequence_parallel else None, getattr(parameter, GATHERED, None))
+    sources = (ctx.tp_group if ctx.sequence_parallel else None, getattr(parameter, _GATHERED, None))
     if sources[1] is not None:  # retain only the shard of this rank until W
         grad_output = grad_output.chunk(sources[1].size())[sources[1].rank()].clone()
     compute = partial(_weight_gradient, parameter, ctx.gradient_accumulation_fusion)
@@ -177,11 +177,11 @@ def _backward_inputs(
     # Into the bucket that this B has opened. The job counts as pending for the data-parallel
     # reduction of the weight's bucket.
     state.defer(job, [parameter])
-    if under_way is not None:
+    if collective is not None:
         run_beside()
-        under_way.wait()
-    nothing = (None,) * (ctx.num_options - 1)
-    return grad_input, None, grad_bias, *nothing
+        collective.wait()
+    no_gradients = (None,) * (ctx.num_options - 1)
+    return grad_input, None, grad_bias, *no_gradients
 
 
 def _weight_gradient(parameter: Tensor, fused: bool, input: Tensor, grad_output: Tensor) -> None:
@@ -205,11 +205,11 @@ class TorchFusedKernels:
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
 
-SHOWN = 3
+_MAX_SHOWN = 3
 """Maximum number of layers named per reason; the log line counts the others."""
 
 
-def unsplit_layers(
+def _unsplit_layers(
     chunks: Iterable[nn.Module], graphed: Set[nn.Module] = frozenset()
 ) -> dict[tuple[str, str], list[str]]:
     """Return the names of layers whose weight gradients run in B, by (class name, reason).
@@ -217,7 +217,7 @@ def unsplit_layers(
     `graphed` are the layers that CUDA graphs cover. Only layers with a weight matrix count: the
     gradients of norms and biases are sums, and cheap.
     """
-    found: dict[tuple[str, str], list[str]] = {}
+    unsplit: dict[tuple[str, str], list[str]] = {}
     for number, chunk in enumerate(chunks):
         fused = _in_operations(chunk)
         for name, layer in chunk.named_modules():
@@ -226,14 +226,14 @@ def unsplit_layers(
             )
             if reason is not None:
                 key = (type(layer).__name__, reason)
-                found.setdefault(key, []).append(f"chunk {number} {name}".rstrip())
-    return found
+                unsplit.setdefault(key, []).append(f"chunk {number} {name}".rstrip())
+    return unsplit
 
 
 def log_unsplit_layers(chunks: Iterable[nn.Module], graphed: Set[nn.Module] = frozenset()) -> None:
     """Log which linear layers are not split and why; a warning if that is not by design."""
-    for (kind, reason), names in unsplit_layers(chunks, graphed).items():
-        shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+    for (kind, reason), names in _unsplit_layers(chunks, graphed).items():
+        shown = ", ".join(names[:_MAX_SHOWN]) + (", ..." if len(names) > _MAX_SHOWN else "")
         level = logging.INFO if reason.startswith(BY_DESIGN) else logging.WARNING
         logger.log(
             level,
@@ -254,7 +254,7 @@ def _in_operations(chunk: nn.Module) -> set[nn.Module]:
 
     The fused operations of a dense MLP have no store.
     """
-    owners = (each for each in chunk.modules() if hasattr(each, "_fused_impl"))
+    owners = (module for module in chunk.modules() if hasattr(module, "_fused_impl"))
     return {layer for owner in owners for layer in owner.modules()}
 
 
@@ -275,4 +275,4 @@ def _why_unsplit(layer: nn.Module, is_fused: bool) -> str | None:
 
 def _has_matrix(layer: nn.Module) -> bool:
     parameters = layer.parameters(recurse=False)
-    return any(each.requires_grad and each.dim() > 1 for each in parameters)
+    return any(parameter.requires_grad and parameter.dim() > 1 for parameter in parameters)

@@ -59,11 +59,11 @@ class StoreError(RuntimeError):
 
 
 def install(
-    state: StepState, chunks: Iterable[nn.Module], whole: Set[nn.Module] = frozenset()
+    state: StepState, chunks: Iterable[nn.Module], graphed: Set[nn.Module] = frozenset()
 ) -> int:
     """Replace the store of every TE linear layer in `chunks`; return the number of layers.
 
-    The weight gradients of layers in `whole` stay in B. A store in these layers would make TE,
+    The weight gradients of layers in `graphed` stay in B. A store in these layers would make TE,
     which captures its own CUDA graphs, also capture a W.
 
     Raises:
@@ -73,11 +73,11 @@ def install(
     warn_once = cache(_warn_of_gathered)
     layer: TELayer
     for chunk in chunks:
-        for kind in {type(each) for each in chunk.modules()}:
+        for kind in {type(module) for module in chunk.modules()}:
             # Per class, as all its layers share one forward.
             _accumulate_always(kind)  # unsplit layers need it as well
         for layer in chunk.modules():
-            if is_splittable(layer) and layer not in whole:
+            if is_splittable(layer) and layer not in graphed:
                 check_protocol(layer.wgrad_store)
                 # TE's backward asks the store of its layer, so no TE function has to be replaced.
                 layer.wgrad_store = JobStore(state, layer, warn_once)
@@ -98,19 +98,21 @@ def _split_operations(experts: TELayer) -> None:
     """
     make = experts._make_fused_ops
 
-    def made() -> Any:
+    def make_with_stores() -> Any:
         operations = make()
         with_store = filter(is_te_layer, operations.children())
-        for each, layer in zip(with_store, (experts.linear_fc1, experts.linear_fc2), strict=False):
+        for operation, layer in zip(
+            with_store, (experts.linear_fc1, experts.linear_fc2), strict=False
+        ):
             if isinstance(layer.wgrad_store, JobStore):
-                each.wgrad_store = replace(layer.wgrad_store, biases_in_b=True)
+                operation.wgrad_store = replace(layer.wgrad_store, biases_in_b=True)
         # With zero copy, the dispatcher reuses the gradient buffer before the deferred job reads
         # it.
         if getattr(experts.config, "moe_ncclep_zero_copy", False) and not _quantizes(experts):
             operations.register_forward_hook(_copy_gradient)
         return operations
 
-    experts._make_fused_ops = made
+    experts._make_fused_ops = make_with_stores
 
 
 def _copy_gradient(experts: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -193,16 +195,16 @@ def _accumulate_always(layer: type[nn.Module]) -> None:
             base.forward = _ending(original, names.index(_FIRST))  # type: ignore[attr-defined]
 
 
-def _ending(original: Callable[..., Any], at: int) -> Callable[..., Any]:
-    """Wrap a TE forward whose parameter `at` is the first-microbatch flag."""
+def _ending(original: Callable[..., Any], position: int) -> Callable[..., Any]:
+    """Wrap a TE forward whose parameter `position` is the first-microbatch flag."""
 
     @wraps(original)
     def forward(*args: Any, **options: Any) -> Any:
         flag = _UntilReturn()
         if options.get(_FIRST):
             options[_FIRST] = flag
-        elif args[at:] and args[at]:
-            args = (*args[:at], flag, *args[at + 1 :])
+        elif args[position:] and args[position]:
+            args = (*args[:position], flag, *args[position + 1 :])
         try:
             return original(*args, **options)
         finally:
@@ -255,11 +257,11 @@ def check_protocol(store: Any) -> None:
                 "weight gradients off in a way this package does not know; use another version, "
                 "or --transformer-impl local"
             )
-        found = tuple(inspect.signature(method).parameters)
-        if found != parameters:
+        actual_parameters = tuple(inspect.signature(method).parameters)
+        if actual_parameters != parameters:
             raise StoreError(
-                f"Transformer Engine's {type(store).__name__}.{name} takes ({', '.join(found)}) "
-                f"instead of ({', '.join(parameters)}): use another version, or "
+                f"Transformer Engine's {type(store).__name__}.{name} takes "
+                f"({', '.join(actual_parameters)}) instead of ({', '.join(parameters)}): use another version, or "
                 "--transformer-impl local"
             )
 
@@ -349,8 +351,8 @@ def _drop_rowwise(value: Any) -> None:
     bare storages belong to this one backward.
     """
     if isinstance(value, list | tuple):
-        for each in value:
-            _drop_rowwise(each)
+        for part in value:
+            _drop_rowwise(part)
     elif isinstance(value, torch.Tensor):
         return
     elif hasattr(value, "update_usage"):
@@ -422,7 +424,7 @@ def _add_biases(biases: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) 
 
 def _add_parts(parameters: Sequence[nn.Parameter], grad: Tensor) -> None:
     """Split a gradient along rows and add one part to each parameter."""
-    parts = grad.split([each.shape[0] for each in parameters])
+    parts = grad.split([parameter.shape[0] for parameter in parameters])
     for parameter, part in zip(parameters, parts, strict=True):
         add_gradient(parameter, part)
 
@@ -449,8 +451,8 @@ def _parameters(
     """Return the weights and the biases whose gradients `func` computes."""
     weights, biases = names
     if _is_mlp(layer):
-        at = _MLP_PARTS.index(_mlp_part(func))
-        weights, biases = weights[at : at + 1], biases[at : at + 1]
+        index = _MLP_PARTS.index(_mlp_part(func))
+        weights, biases = weights[index : index + 1], biases[index : index + 1]
     return _get(layer, weights), _get(layer, biases)
 
 
@@ -509,10 +511,10 @@ def _keep_shards(
     if type(tensors[gathered]) is not Tensor:
         warn_of_gathered()
         return sources
-    group, found = layer.tp_group, tensors[gathered]
+    group, tensor = layer.tp_group, tensors[gathered]
     # An input that B has not gathered has fewer rows than the output gradient.
-    is_part = gathered == 0 and _rows(found) < _rows(tensors[1])
-    part = found if is_part else found.chunk(group.size())[group.rank()].clone()
+    is_part = gathered == 0 and _rows(tensor) < _rows(tensors[1])
+    part = tensor if is_part else tensor.chunk(group.size())[group.rank()].clone()
     tensors[gathered] = part.contiguous()
     sources[gathered] = group
     return sources
