@@ -323,7 +323,8 @@ class Capture:
         if num_overwritable:
             raise StoreError(
                 f"{num_overwritable} tensors that captured weight gradients read are not in the "
-                "memory of CUDA graphs, and may be overwritten before W: add --pipeline-split-graphs off"
+                "memory of CUDA graphs, and may be overwritten before W: add "
+                "--pipeline-split-graphs off"
             )
 
 

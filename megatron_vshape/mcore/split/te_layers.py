@@ -261,8 +261,8 @@ def check_protocol(store: Any) -> None:
         if actual_parameters != parameters:
             raise StoreError(
                 f"Transformer Engine's {type(store).__name__}.{name} takes "
-                f"({', '.join(actual_parameters)}) instead of ({', '.join(parameters)}): use another version, or "
-                "--transformer-impl local"
+                f"({', '.join(actual_parameters)}) instead of ({', '.join(parameters)}): "
+                "use another version, or --transformer-impl local"
             )
 
 
