@@ -33,11 +33,11 @@ from megatron_vshape.mcore.step.stage import (
 )
 from megatron_vshape.runtime.weight_jobs import WeightJobs
 
-LayerPlan = Any
+_LayerPlan = Any
 """Megatron's TransformerLayerSchedulePlan."""
 
 
-def run_by_layers(config: Any, forward: Forward | None, backward: Backward | None) -> PassResults:
+def _run_by_layers(config: Any, forward: Forward | None, backward: Backward | None) -> PassResults:
     """Run an F, a B, or both overlapped (of different microbatches).
 
     The results may be allocated on the communication stream; they are safe to use on the current
@@ -103,7 +103,7 @@ def _retained_tensors(output: Tensor) -> Iterator[Tensor]:
 class LayerPlans(StepHook):
     """Runs the passes of a step by layer plans."""
 
-    run_passes = staticmethod(run_by_layers)
+    run_passes = staticmethod(_run_by_layers)
 
     def retained(self, output: Tensor) -> Iterator[Tensor]:
         """Yield the tensors that the plan of an F's output retains."""
@@ -148,11 +148,11 @@ def _build_plan(
     return plan, loss_func
 
 
-def _layers(plan: Any) -> list[LayerPlan]:
+def _layers(plan: Any) -> list[_LayerPlan]:
     return [plan.get_layer(number) for number in range(plan.num_layers())]
 
 
-def _nodes_with_weights(layer: LayerPlan) -> tuple[Any, Any]:
+def _nodes_with_weights(layer: _LayerPlan) -> tuple[Any, Any]:
     """Return the nodes for which a plan runs weight gradients separately."""
     # `attn` is the name up to 0.18.
     return getattr(layer, "pre_dispatch_computation", None) or layer.attn, layer.mlp

@@ -65,29 +65,29 @@ _SUPPORTED_OPTIMIZERS = (DistributedOptimizer, Float16OptimizerWithFloat16Params
 Step = Callable[[Any], tuple[bool, Any, Any]]
 
 
-class GradNorms(NamedTuple):
+class _GradNorms(NamedTuple):
     """The norms that Megatron clips by: floats, or tensors with one element."""
 
     main: Any  # of all parameters that are in no group
     by_group: dict[str, Any]  # of SEPARATE_GRAD_NORM_GROUPS; empty without clipping
 
     @classmethod
-    def compute(cls, optimizer: Any) -> GradNorms:
+    def compute(cls, optimizer: Any) -> _GradNorms:
         """Compute the norms with Megatron's own reductions."""
         main, clips = optimizer.get_grad_norm(), _clips_groups(optimizer)
         return cls(main, optimizer._compute_grad_norms_by_group() if clips else {})
 
     @classmethod
-    def of_last_step(cls, optimizer: Any, main: Any) -> GradNorms:
+    def of_last_step(cls, optimizer: Any, main: Any) -> _GradNorms:
         """Return the norms of the step that `optimizer` has just made."""
         return cls(main, optimizer.grad_norms_by_group if _clips_groups(optimizer) else {})
 
 
-class StepVerdict(NamedTuple):
+class _StepVerdict(NamedTuple):
     """Results of the reductions of one step."""
 
     found_inf: tuple[bool, ...]  # per optimizer with a loss scale
-    norms: GradNorms
+    norms: _GradNorms
     is_valid: bool  # whether the step without clipping is valid
 
 
@@ -106,10 +106,10 @@ class PostValidation:
         """Run one step and return the result of `original`; the state is validated at return."""
         from megatron.training import get_args  # libraries without it load this module, too
 
-        if self._num_valid < _STEPS_BEFORE_PREDICTION or not next_step_follows(get_args()):
+        if self._num_valid < _STEPS_BEFORE_PREDICTION or not _next_step_follows(get_args()):
             result = original(optimizer)
             success, norm, _ = result
-            norms = GradNorms.of_last_step(optimizer, norm)
+            norms = _GradNorms.of_last_step(optimizer, norm)
             self._record_validity(bool(success) and _is_step_valid(optimizer, norms))
             return result
         return self._predict_step(optimizer, original)
@@ -171,10 +171,10 @@ class Reductions:
         self._pending: list[_PendingReduction] = []
         with _reducing_in(optimizer, lambda group: _AsyncReductionGroup(group, self._pending)):
             found_inf = optimizer.prepare_grads()
-            norms = GradNorms.compute(optimizer)
+            norms = _GradNorms.compute(optimizer)
         self.is_local_part_valid = not found_inf and _is_step_valid(optimizer, norms)
 
-    def wait(self) -> StepVerdict:
+    def wait(self) -> _StepVerdict:
         """Wait for the global results, and update the loss scale."""
         results = [reduction.result() for reduction in self._pending]
         split = len(self._with_scaler)
@@ -194,9 +194,9 @@ class Reductions:
             for member in _active_optimizers(self._optimizer):
                 # The result includes the part of this rank already.
                 replaced.put(member, "get_grads_for_grad_norm", lambda *_, **__: [])
-            norms = GradNorms.compute(self._optimizer)
+            norms = _GradNorms.compute(self._optimizer)
         is_valid = not any(found_inf) and _is_step_valid(self._optimizer, norms)
-        return StepVerdict(found_inf, norms, is_valid)
+        return _StepVerdict(found_inf, norms, is_valid)
 
 
 class _PendingReduction(NamedTuple):
@@ -245,7 +245,7 @@ class _ResultGroup(dist.ProcessGroup):
             tensor.copy_(next(self._results))
 
 
-def next_step_follows(args: Namespace) -> bool:
+def _next_step_follows(args: Namespace) -> bool:
     """Return whether the trainer continues directly with the next step after the current one."""
     num_completed = args.curr_iteration + 1
     intervals = (
@@ -323,7 +323,7 @@ def _clips_groups(optimizer: Any) -> bool:
     )
 
 
-def _is_step_valid(optimizer: Any, norms: GradNorms) -> bool:
+def _is_step_valid(optimizer: Any, norms: _GradNorms) -> bool:
     """Return whether a step with these norms neither clips nor skips.
 
     Uses Megatron's expressions, so that the result is exact to the last bit. The comparisons are
@@ -364,7 +364,7 @@ def _without_updates(optimizer: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _validated(optimizer: Any, verdict: StepVerdict) -> Iterator[None]:
+def _validated(optimizer: Any, verdict: _StepVerdict) -> Iterator[None]:
     """Make `optimizer.step` use validated results, and skip the update if it was valid."""
     with Replaced() as replaced:
         replaced.put(optimizer, "prepare_grads", lambda: any(verdict.found_inf))

@@ -187,8 +187,8 @@ def _call(model: nn.Module, arguments: inspect.BoundArguments, part: TokenRange)
     full_arguments = dict(arguments.arguments)
     cut_tensor = _slice_tensor
     if looks_ahead(model):
-        cut_tensor = TokensOfSlice.cut
-        # Without a mask, Megatron counts the tokens of the call. With one, `TokensOfSlice.sum`
+        cut_tensor = _SliceTokens.cut
+        # Without a mask, Megatron counts the tokens of the call. With one, `_SliceTokens.sum`
         # counts those of the microbatch.
         if full_arguments.get(_LOSS_MASK) is None and full_arguments.get(_LABELS) is not None:
             full_arguments[_LOSS_MASK] = torch.ones_like(full_arguments[_LABELS])
@@ -226,7 +226,7 @@ def _slice_argument(
     )
 
 
-class TokensOfSlice(Tensor):
+class _SliceTokens(Tensor):
     """Tokens, labels or mask of a slice, [b, s], with a reference to the microbatch's, [b, s].
 
     A clone keeps the reference, and `sum` is over the microbatch. All other operations return a
@@ -239,15 +239,15 @@ class TokensOfSlice(Tensor):
     part: TokenRange
 
     @staticmethod
-    def cut(full_tensor: Tensor, part: TokenRange) -> TokensOfSlice:
+    def cut(full_tensor: Tensor, part: TokenRange) -> _SliceTokens:
         """Return the part of the slice `part`."""
-        tokens = full_tensor[..., part.begin : part.end].contiguous().as_subclass(TokensOfSlice)
+        tokens = full_tensor[..., part.begin : part.end].contiguous().as_subclass(_SliceTokens)
         tokens.full_tensor, tokens.part = full_tensor, part
         return tokens
 
-    def clone(self, *_: Any, **__: Any) -> TokensOfSlice:
+    def clone(self, *_: Any, **__: Any) -> _SliceTokens:
         """Return a copy that references a copy of the full tensor."""
-        return TokensOfSlice.cut(self.full_tensor.clone(), self.part)
+        return _SliceTokens.cut(self.full_tensor.clone(), self.part)
 
     def sum(self, *args: Any, **options: Any) -> Tensor:
         """Return the sum over the microbatch."""
@@ -262,12 +262,12 @@ def roll_tensor(
 
     The second result of Megatron's function counts the tokens of the microbatch.
     """
-    if not isinstance(tensor, TokensOfSlice):
+    if not isinstance(tensor, _SliceTokens):
         return original(tensor, *args, **options)
     rolled, *counted = original(tensor.full_tensor, *args, **options)
     # Multi-token prediction rolls once per depth, so the result must reference the microbatch
     # again.
-    return TokensOfSlice.cut(rolled, tensor.part), *counted
+    return _SliceTokens.cut(rolled, tensor.part), *counted
 
 
 HOOKS = (

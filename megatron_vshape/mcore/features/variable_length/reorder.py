@@ -329,7 +329,7 @@ class VariableLength(StepFeature):
         if plan.schedule.num_microbatches != count:  # parts of microbatches
             return
         if self._keeps_order is None:
-            self._keeps_order = has_dropout(context.chunks, context.groups.pp)
+            self._keeps_order = _has_dropout(context.chunks, context.groups.pp)
         if self._keeps_order:
             return
         if self._reorderer is None:
@@ -340,7 +340,7 @@ class VariableLength(StepFeature):
         )
 
 
-def has_dropout(chunks: Sequence[nn.Module], group: Any) -> bool:
+def _has_dropout(chunks: Sequence[nn.Module], group: Any) -> bool:
     """Return whether any rank of the pipeline has an active Dropout that no config describes.
 
     Adapters (LoRA) have such modules. After reordering, a microbatch would get the random numbers
