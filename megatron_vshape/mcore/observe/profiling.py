@@ -217,7 +217,10 @@ class Profiler:
         else:
             self._compare(self._prediction, timelines)
             self._try_named(program.schedule)
-        self._write_trace(timelines[-1])
+        folder = self.pipeline.options.trace_folder
+        if folder is not None and self._costs is not None and dist.get_rank() == 0:
+            planned = simulate(timelines[-1].schedule, self._costs)
+            _write_trace_files(Path(folder), planned, timelines[-1], self._costs)
 
     def _keep_free(self, group: dist.ProcessGroup) -> None:
         """Reserve memory for temporary allocations of passes within the memory limit."""
@@ -309,13 +312,6 @@ class Profiler:
     def _log(text: str, *values: object) -> None:
         if dist.get_rank() == 0:
             logger.warning(text, *values)
-
-    def _write_trace(self, measured: Timeline) -> None:
-        """Write a measured step and its plan to the trace folder on rank 0, if requested."""
-        folder = self.pipeline.options.trace_folder
-        if folder is not None and self._costs is not None and dist.get_rank() == 0:
-            planned = simulate(measured.schedule, self._costs)
-            _write_trace_files(Path(folder), planned, measured, self._costs)
 
     def _agreed_costs(
         self,

@@ -221,9 +221,11 @@ def _unsplit_layers(
     for number, chunk in enumerate(chunks):
         fused = _in_operations(chunk)
         for name, layer in chunk.named_modules():
-            reason = (
-                _why_graphed(layer) if layer in graphed else _why_unsplit(layer, layer in fused)
-            )
+            reason = None
+            if layer not in graphed:
+                reason = _why_unsplit(layer, layer in fused)
+            elif _has_matrix(layer):
+                reason = f"{BY_DESIGN}: a CUDA graph replays them with B"
             if reason is not None:
                 key = (type(layer).__name__, reason)
                 unsplit.setdefault(key, []).append(f"chunk {number} {name}".rstrip())
@@ -243,10 +245,6 @@ def log_unsplit_layers(chunks: Iterable[nn.Module], graphed: Set[nn.Module] = fr
             reason,
             shown,
         )
-
-
-def _why_graphed(layer: nn.Module) -> str | None:
-    return f"{BY_DESIGN}: a CUDA graph replays them with B" if _has_matrix(layer) else None
 
 
 def _in_operations(chunk: nn.Module) -> set[nn.Module]:

@@ -56,11 +56,6 @@ def _frees_saved_activations(options: Any) -> bool:
     return bool(getattr(options, "fp8", None) and keeps_bf16_layers and not permutes)
 
 
-def _is_hybrid(options: Any) -> bool:
-    pattern = getattr(options, "hybrid_layer_pattern", None)
-    return pattern is not None or bool(getattr(options, "is_hybrid_model", False))
-
-
 REFUSALS = (
     Refusal(
         "expert_model_parallel_size",
@@ -149,7 +144,10 @@ REFUSALS = (
         "hybrid_layer_pattern",
         "it has no layer plans",
         flag="a hybrid model",
-        holds=_is_hybrid,
+        holds=lambda options: (
+            getattr(options, "hybrid_layer_pattern", None) is not None
+            or bool(getattr(options, "is_hybrid_model", False))
+        ),
     ),
 )
 """Options that layer plans reject, with a schedule or with Megatron itself."""

@@ -46,10 +46,17 @@ def _run_by_layers(config: Any, forward: Forward | None, backward: Backward | No
     Raises:
         UnsupportedError: The batch has data that layer plans drop.
     """
-    _make_streams(config)
+    # Megatron's schedules create the communication stream in this way; later calls do nothing.
+    if getattr(config, "high_priority_a2a_comm_stream", False):
+        utils.set_streams(high_priority=True)
+    else:
+        utils.set_streams()
     if backward is not None and backward.whole is not None:
         for layer in _layers(backward.output.schedule_plan):  # type: ignore[attr-defined]
-            for node in _nodes_with_weights(layer):
+            # A plan runs the weight gradients of these nodes separately. `attn` is the name up to
+            # 0.18.
+            attention = getattr(layer, "pre_dispatch_computation", None) or layer.attn
+            for node in (attention, layer.mlp):
                 _run_weights_in_place(node, backward.whole)
     f, b = forward, backward
     output, num_tokens, gradient = combined_1f1b.combined_forward_backward_step(
@@ -126,14 +133,6 @@ class OverlappedSteps(StepFeature):
         return None
 
 
-def _make_streams(config: Any) -> None:
-    """Create the communication stream once, as Megatron's schedules do."""
-    if getattr(config, "high_priority_a2a_comm_stream", False):
-        utils.set_streams(high_priority=True)
-    else:
-        utils.set_streams()
-
-
 def _build_plan(
     forward_step_func: Callable[..., Any], *args: Any, **options: Any
 ) -> tuple[Any, Any]:
@@ -150,12 +149,6 @@ def _build_plan(
 
 def _layers(plan: Any) -> list[_LayerPlan]:
     return [plan.get_layer(number) for number in range(plan.num_layers())]
-
-
-def _nodes_with_weights(layer: _LayerPlan) -> tuple[Any, Any]:
-    """Return the nodes for which a plan runs weight gradients separately."""
-    # `attn` is the name up to 0.18.
-    return getattr(layer, "pre_dispatch_computation", None) or layer.attn, layer.mlp
 
 
 def _run_weights_in_place(node: Any, jobs: WeightJobs) -> None:

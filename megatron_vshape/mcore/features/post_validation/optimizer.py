@@ -164,7 +164,9 @@ class Reductions:
         """Prepare the gradients of `optimizer` for a step, as its `step` does."""
         self._optimizer = optimizer
         self._with_scaler = [
-            member for member in _active_optimizers(optimizer) if _scaler(member) is not None
+            member
+            for member in _active_optimizers(optimizer)
+            if getattr(member, "grad_scaler", None) is not None
         ]
         # A scaler replaces its tensors instead of writing to them, so this is its old state.
         self._scaler_states = [dict(vars(member.grad_scaler)) for member in self._with_scaler]
@@ -308,10 +310,6 @@ def _active_optimizers(optimizer: Any) -> Iterator[Any]:
     for member in optimizer.chained_optimizers:
         if not getattr(member, "is_stub_optimizer", False):
             yield member
-
-
-def _scaler(optimizer: Any) -> Any:
-    return getattr(optimizer, "grad_scaler", None)
 
 
 def _clips_groups(optimizer: Any) -> bool:

@@ -146,7 +146,12 @@ def _tensors_of(buffers: dict[int, KeysValues]) -> list[Tensor]:
 
 def _check_attention(attention: nn.Module, core: nn.Module) -> None:
     """Raise UnsupportedError unless the attention of a layer is plain causal attention."""
-    is_plain_causal = type(attention) in (SelfAttention, MLASelfAttention) and _is_supported(core)
+    is_supported = (
+        getattr(core, "takes_slices", False)
+        or isinstance(core, DotProductAttention)
+        or FUSED in (base.__name__ for base in type(core).__mro__)
+    )
+    is_plain_causal = type(attention) in (SelfAttention, MLASelfAttention) and is_supported
     mask = getattr(attention, "attn_mask_type", None)
     if not is_plain_causal or mask not in (AttnMaskType.causal, AttnMaskType.causal_bottom_right):
         raise UnsupportedError(
@@ -155,12 +160,6 @@ def _check_attention(attention: nn.Module, core: nn.Module) -> None:
             f"causal SelfAttention or MLASelfAttention by DotProductAttention or {FUSED}. Remove "
             "--pipeline-slices"
         )
-
-
-def _is_supported(core: nn.Module) -> bool:
-    names = (base.__name__ for base in type(core).__mro__)
-    has_slice_support = getattr(core, "takes_slices", False)
-    return has_slice_support or isinstance(core, DotProductAttention) or FUSED in names
 
 
 def _slice_attention(
@@ -183,7 +182,11 @@ def _slice_attention(
         if not is_local:
             options["attn_mask_type"] = AttnMaskType.causal_bottom_right
             return inner(query, keys, values, None, **options)
-        mask = _mask(part, query.device) if attention_mask is None else attention_mask
+        mask = attention_mask
+        if mask is None:  # [1, 1, q, k], true for keys that queries of the slice must not see
+            shape = part.end - part.begin, part.end
+            ones = torch.ones(shape, dtype=torch.bool, device=query.device)
+            mask = ones.triu(1 + part.begin)[None, None]
         softmax = core.scale_mask_softmax
         fused, softmax.scaled_masked_softmax_fusion = softmax.scaled_masked_softmax_fusion, False
         try:  # the fused softmax kernel supports square masks only
@@ -192,12 +195,6 @@ def _slice_attention(
             softmax.scaled_masked_softmax_fusion = fused
 
     return forward
-
-
-def _mask(part: TokenRange, device: torch.device) -> Tensor:
-    """Return the boolean mask of positions that queries of the slice must not see, [1, 1, q, k]."""
-    ones = torch.ones(part.end - part.begin, part.end, dtype=torch.bool, device=device)
-    return ones.triu(1 + part.begin)[None, None]
 
 
 def _begin_at_slice(state: StepState, rotary: Any) -> None:

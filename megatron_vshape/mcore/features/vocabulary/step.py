@@ -206,7 +206,10 @@ class SharedVocabulary(StepHook):
             LOOKUP_WEIGHT: self._read_embedding_gradient,
         }
         if work.kind is not LOOKUP_WEIGHT:
-            self._gather_parameters()
+            # Run the pre-forward hooks of DDP, which wait for parameters: the forwards are skipped.
+            for module in self._modules:
+                for hook in module._forward_pre_hooks.values():
+                    hook(module, ())
         joins[work.kind](work.microbatch)
 
     def look_up(self, microbatch: int) -> None:
@@ -674,12 +677,6 @@ class SharedVocabulary(StepHook):
             return WeightGradKernel.MATMUL_ADD
         total = getattr(self._head, "main_grad", self._head)
         return fused_kernel(total.device.type, total.dtype, self._head.dtype)
-
-    def _gather_parameters(self) -> None:
-        """Run the pre-forward hooks of DDP, which wait for parameters: the forwards are skipped."""
-        for module in self._modules:
-            for hook in module._forward_pre_hooks.values():
-                hook(module, ())
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self._table.device)
