@@ -25,7 +25,7 @@ def install() -> None:
     utils: Any = importlib.import_module("megatron.core.pipeline_parallel.utils")
     utils.set_ideal_affinity_for_current_gpu = lambda: None  # queries the driver
     data: Any = importlib.import_module("megatron.core.tensor_parallel.data")
-    data._build_key_size_numel_dictionaries = _sizes_of_own_data
+    data._build_key_size_numel_dictionaries = _sizes_of_local_data
     _leave_generators_alone()
     _keep_meshes_real()
     _trust_other_ranks()
@@ -47,7 +47,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, run)
 
 
-def _sizes_of_own_data(keys: list[str], data: Any, *unused: Any, **options: Any) -> Any:
+def _sizes_of_local_data(keys: list[str], data: Any, *unused: Any, **options: Any) -> Any:
     """Return sizes, element counts and their sum, which tensor-parallel rank 0 would send."""
     sizes = {key: data[key].size() for key in keys}
     numbers = {key: size.numel() for key, size in sizes.items()}
@@ -94,8 +94,8 @@ def _keep_meshes_real() -> None:
         elif isinstance(member, property) and member.fget is not None:
             setattr(DeviceMesh, name, property(functools.partial(_really, member.fget)))
         elif isinstance(member, staticmethod):
-            made = functools.partial(_really, member.__func__)
-            setattr(DeviceMesh, name, staticmethod(made))
+            replacement = functools.partial(_really, member.__func__)
+            setattr(DeviceMesh, name, staticmethod(replacement))
     with suppress(ImportError):
         adapter = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
         for kind in list(vars(adapter).values()):
@@ -143,7 +143,7 @@ def _reject_recomputed_parameters() -> None:
 
     def forward(call: Callable[..., Any], *args: Any) -> Any:
         outputs = call(*args)
-        if isinstance(outputs, tuple) and any(isinstance(each, Parameter) for each in outputs):
+        if isinstance(outputs, tuple) and any(isinstance(output, Parameter) for output in outputs):
             raise RefusedError(f"this run never ends: {RECOMPUTED_BIAS}. {NO_RECOMPUTED_BIAS}")
         return outputs
 
@@ -167,16 +167,16 @@ def _shapes_of_neighbors(
     args = get_args()
     layout = getattr(self.config, "pipeline_model_parallel_layout", None)
     layers = layout.layout if layout else [[[]]] * self.pp_group.size()
-    stages = [each[chunk] for chunk in range(len(layers[0])) for each in layers]
+    stages = [rank_stages[chunk] for chunk in range(len(layers[0])) for rank_stages in layers]
     if not hasattr(self, "received_chunks"):  # a step has its own communicator
         self.received_chunks = _received_chunks(self, len(layers[0]))
     shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
     length = args.seq_length // (shards * args.context_parallel_size)
     shapes = []
-    for own, is_received in enumerate((recv_prev, recv_next)):
-        chunk = next(self.received_chunks[own]) if is_received else 0
+    for direction, is_received in enumerate((recv_prev, recv_next)):
+        chunk = next(self.received_chunks[direction]) if is_received else 0
         # An activation has the outputs of all stages before, its gradient also this stage's.
-        end = chunk * len(layers) + self.pp_group.rank() + own
+        end = chunk * len(layers) + self.pp_group.rank() + direction
         predicting = sum(layer.name == "mtp" for stage in stages[:end] for layer in stage)
         shapes.append([length * (1 + predicting), args.micro_batch_size, args.hidden_size])
     return shapes

@@ -49,11 +49,11 @@ class AllocatorSettings:
     def of(cls, environment: Mapping[str, str]) -> AllocatorSettings:
         """Read the environment; settings that a replay does not support are ignored."""
         text = next((environment[name] for name in ALLOCATOR if name in environment), "")
-        given = dict(re.findall(r"(\w+):(\w+)", text))
-        split = given.get("max_split_size_mb")
-        divisions = given.get("roundup_power2_divisions", "0")
+        options = dict(re.findall(r"(\w+):(\w+)", text))
+        split = options.get("max_split_size_mb")
+        divisions = options.get("roundup_power2_divisions", "0")
         return cls(
-            given.get("expandable_segments", "").lower() == "true",
+            options.get("expandable_segments", "").lower() == "true",
             _NO_LIMIT if split is None else int(split) * MIB,
             int(divisions) if divisions.isdigit() else 0,
         )
@@ -70,8 +70,8 @@ class AllocatorSettings:
             registers: whether NCCL registers buffers.
         """
         if has_schedule and not any(name in environment for name in ALLOCATOR):
-            needed = required_settings(kernels=True, ordered=False, registers=registers)
-            return cls.of({name: value for name, (value, _) in needed.items()})
+            defaults = required_settings(kernels=True, ordered=False, registers=registers)
+            return cls.of({name: value for name, (value, _) in defaults.items()})
         return cls.of(environment)
 
     def rounded(self, size: int) -> int:
@@ -94,8 +94,8 @@ class Block:
     expandable: bool
     is_free: bool = True
     mapped: bool = True
-    before: Block | None = None
-    after: Block | None = None
+    previous_block: Block | None = None
+    next_block: Block | None = None
 
     @property
     def key(self) -> tuple[int, int]:
@@ -104,17 +104,23 @@ class Block:
     @property
     def largest(self) -> int:
         """Size to which the block can expand."""
-        after = self.after
-        return self.size + (after.size if after is not None and not after.mapped else 0)
+        next_block = self.next_block
+        return self.size + (
+            next_block.size if next_block is not None and not next_block.mapped else 0
+        )
 
     def cut(self, size: int) -> Block:
         """Shorten the block, and return the rest as its neighbor."""
-        rest = Block(self.address + size, self.size - size, self.pool, self.expandable)
-        rest.mapped, rest.before, rest.after = self.mapped, self, self.after
-        if self.after is not None:
-            self.after.before = rest
-        self.after, self.size = rest, size
-        return rest
+        remainder = Block(self.address + size, self.size - size, self.pool, self.expandable)
+        remainder.mapped, remainder.previous_block, remainder.next_block = (
+            self.mapped,
+            self,
+            self.next_block,
+        )
+        if self.next_block is not None:
+            self.next_block.previous_block = remainder
+        self.next_block, self.size = remainder, size
+        return remainder
 
 
 @dataclass(eq=False, slots=True)
@@ -146,18 +152,22 @@ class _Pool:
 
     def merged(self, block: Block) -> Block:
         """Merge a block that is in no list with its free neighbors."""
-        before, after = block.before, block.after
-        if before is not None and before.is_free and before.mapped == block.mapped:
-            self.remove(before)
-            block.address, block.size = before.address, block.size + before.size
-            block.before = before.before
-            if block.before is not None:
-                block.before.after = block
-        if after is not None and after.is_free and after.mapped == block.mapped:
-            self.remove(after)
-            block.size, block.after = block.size + after.size, after.after
-            if block.after is not None:
-                block.after.before = block
+        previous_block, next_block = block.previous_block, block.next_block
+        if (
+            previous_block is not None
+            and previous_block.is_free
+            and previous_block.mapped == block.mapped
+        ):
+            self.remove(previous_block)
+            block.address, block.size = previous_block.address, block.size + previous_block.size
+            block.previous_block = previous_block.previous_block
+            if block.previous_block is not None:
+                block.previous_block.next_block = block
+        if next_block is not None and next_block.is_free and next_block.mapped == block.mapped:
+            self.remove(next_block)
+            block.size, block.next_block = block.size + next_block.size, next_block.next_block
+            if block.next_block is not None:
+                block.next_block.previous_block = block
         return block
 
 
@@ -217,17 +227,17 @@ class Allocator:
                 if block.expandable:
                     self._unmap(block)
                 # Only a complete segment can be returned by cudaFree.
-                elif block.before is None and block.after is None:
+                elif block.previous_block is None and block.next_block is None:
                     pool.remove(block)
                     self.reserved -= block.size
 
     def _cached(self, pool: _Pool, size: int) -> Block | None:
-        at = bisect_left(pool.keys, (size, 0))
-        if at == len(pool.keys):
+        index = bisect_left(pool.keys, (size, 0))
+        if index == len(pool.keys):
             return None
-        block = pool.blocks[pool.keys[at][1]]
+        block = pool.blocks[pool.keys[index][1]]
         # The best fit of an expandable segment is the block that can expand least.
-        for _, address in pool.keys[at + 1 :] if block.expandable else ():
+        for _, address in pool.keys[index + 1 :] if block.expandable else ():
             if pool.blocks[address].largest >= block.largest:
                 break
             block = pool.blocks[address]
@@ -239,23 +249,23 @@ class Allocator:
         return block
 
     def _splits(self, block: Block, size: int) -> bool:
-        rest = block.size - size
-        # A smaller rest stays part of the block, as internal fragmentation.
+        remainder = block.size - size
+        # A smaller remainder stays part of the block, as internal fragmentation.
         if block.pool.is_small or self.settings.expandable_segments:
-            return rest >= UNIT
-        return size < self.settings.max_split_bytes and rest > SMALL
+            return remainder >= UNIT
+        return size < self.settings.max_split_bytes and remainder > SMALL
 
     def _reserve(self, pool: _Pool, size: int) -> Block | None:
         if self.settings.expandable_segments:
             return self._expand(pool, size)
         size = pool.page if size < LEAST_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
-        if not self._take(size):
+        if not self._reserve_from_gpu(size):
             return None
         block = Block(self.next_address, size, pool, expandable=False)
         self.next_address += size
         return block
 
-    def _take(self, size: int) -> bool:
+    def _reserve_from_gpu(self, size: int) -> bool:
         if self.reserved + size > self.memory_bytes:
             return False
         self.reserved += size
@@ -265,30 +275,30 @@ class Allocator:
     # ---- expandable segments ----
 
     def _expand(self, pool: _Pool, size: int) -> Block | None:
-        block = self._room(pool, size)
+        block = self._find_range(pool, size)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
         # Each mapped range merges with the block before it; the last one is the complete block.
         while block.size < size:
-            after = block.after
-            assert after is not None
-            if not self._map(after, min(size - block.size, after.size)):
+            next_block = block.next_block
+            assert next_block is not None
+            if not self._map(next_block, min(size - block.size, next_block.size)):
                 return None
-            block = after
+            block = next_block
         pool.remove(block)
         return block
 
-    def _room(self, pool: _Pool, size: int) -> Block:
+    def _find_range(self, pool: _Pool, size: int) -> Block:
         """Find the first free range with enough addresses, or start an expandable segment."""
         for _, block in sorted(pool.unmapped.items()):
             # The free end of the mapped pages, to be extended.
-            if block.before is not None and block.before.is_free:
-                block = block.before
-            found = 0
-            each: Block | None = block
-            while found < size and each is not None and each.is_free:
-                found, each = found + each.size, each.after
-            if found >= size:
+            if block.previous_block is not None and block.previous_block.is_free:
+                block = block.previous_block
+            free_bytes = 0
+            neighbor: Block | None = block
+            while free_bytes < size and neighbor is not None and neighbor.is_free:
+                free_bytes, neighbor = free_bytes + neighbor.size, neighbor.next_block
+            if free_bytes >= size:
                 return block
         self._ranges += 1
         block = Block(self._ranges * _GAP, _GAP // 2, pool, expandable=True, mapped=False)
@@ -299,7 +309,7 @@ class Allocator:
         """Map pages of a block and merge them with the free block before."""
         pool = block.pool
         size = -(-size // pool.page) * pool.page
-        if not self._take(size):
+        if not self._reserve_from_gpu(size):
             return False
         pool.remove(block)
         if size < block.size:
@@ -317,8 +327,8 @@ class Allocator:
             return
         pool.remove(block)
         if start > block.address:
-            before, block = block, block.cut(start - block.address)
-            pool.add(before)
+            head, block = block, block.cut(start - block.address)
+            pool.add(head)
         if end < block.address + block.size:
             pool.add(block.cut(end - block.address))
         self.reserved -= block.size
@@ -359,29 +369,33 @@ def replay(
     """
     allocator = Allocator(settings)
     _replay(allocator, lives, emptied)
-    allocated, held = allocator.most_allocated, allocator.allocated
-    unsplit = held - sum(settings.rounded(each.size) for each in lives if each.died is None)
+    allocated, allocated_at_end = allocator.most_allocated, allocator.allocated
+    unsplit = allocated_at_end - sum(
+        settings.rounded(lifetime.size) for lifetime in lives if lifetime.died is None
+    )
     # Without storages that stay: a repeated step would allocate them again.
-    step = [each for each in lives if each.born >= last_step and each.died is not None]
+    step = [
+        lifetime for lifetime in lives if lifetime.born >= last_step and lifetime.died is not None
+    ]
     for _ in range(MOST_REPEATS):
-        before = allocator.most_reserved
+        previous_peak = allocator.most_reserved
         _replay(allocator, step, ())
-        if allocator.most_reserved == before:
+        if allocator.most_reserved == previous_peak:
             break
     return Replayed(allocator.most_reserved, allocated, unsplit)
 
 
 def _replay(allocator: Allocator, lives: Sequence[Lifetime], emptied: Sequence[int]) -> None:
     events = [(clock, 0, 0) for clock in emptied]
-    for at, each in enumerate(lives):
-        events.append((each.born, 1, at))
-        if each.died is not None:
-            events.append((each.died, 2, at))
+    for index, lifetime in enumerate(lives):
+        events.append((lifetime.born, 1, index))
+        if lifetime.died is not None:
+            events.append((lifetime.died, 2, index))
     blocks: dict[int, Block] = {}
-    for _, event, at in sorted(events):
+    for _, event, index in sorted(events):
         if event == 0:
             allocator.empty_cache()
         elif event == 1:
-            blocks[at] = allocator.allocate(lives[at].size)
+            blocks[index] = allocator.allocate(lives[index].size)
         else:
-            allocator.free(blocks.pop(at))
+            allocator.free(blocks.pop(index))

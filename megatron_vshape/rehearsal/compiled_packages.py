@@ -42,11 +42,11 @@ def install() -> None:
 
 
 def _module(name: str, **members: Any) -> None:
-    made = types.ModuleType(name)
-    made.__path__ = []
-    made.__spec__ = None
-    made.__dict__.update(members)
-    sys.modules[name] = made
+    module = types.ModuleType(name)
+    module.__path__ = []
+    module.__spec__ = None
+    module.__dict__.update(members)
+    sys.modules[name] = module
 
 
 def _accumulate(x: Tensor, dy: Tensor, out: Tensor) -> None:
@@ -78,9 +78,9 @@ class _Norm(torch.autograd.Function):
 class _AffineNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, shape: Any, epsilon: float, *rest: Any
+        ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, shape: Any, epsilon: float, *extra: Any
     ) -> Any:
-        ctx.further = len(rest)
+        ctx.further = len(extra)
         return _Norm.forward(ctx, x, gamma, beta, epsilon)
 
     @staticmethod
@@ -98,10 +98,10 @@ class _Adam(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Create the moments of parameters that have a gradient."""
         for group in self.param_groups:
-            for each in group["params"]:
-                if each.grad is not None and not self.state[each]:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not self.state[parameter]:
                     for name in ("exp_avg", "exp_avg_sq"):
-                        self.state[each][name] = torch.zeros_like(each.data)
+                        self.state[parameter][name] = torch.zeros_like(parameter.data)
 
 
 class _PastEvent:
@@ -155,8 +155,8 @@ class DeepBuffer:
         per_rank = torch.empty(ranks, dtype=torch.int32, device="cuda")
         per_node = torch.empty(max(1, ranks // 8), dtype=torch.int32, device="cuda")
         per_expert = torch.empty(experts, dtype=torch.int32, device="cuda")
-        reached = torch.empty(indices.shape[0], ranks, dtype=torch.bool, device="cuda")
-        return per_rank, per_node, per_expert, reached, _PastEvent()
+        is_token_in_rank = torch.empty(indices.shape[0], ranks, dtype=torch.bool, device="cuda")
+        return per_rank, per_node, per_expert, is_token_in_rank, _PastEvent()
 
     def dispatch(
         self,
@@ -179,11 +179,11 @@ class DeepBuffer:
         arrive = int(tokens * ranks * (1 - (1 - 1 / ranks) ** Routing.topk) * Routing.imbalance)
         local = num_tokens_per_expert.shape[0] // ranks
         rows = Routing.received(tokens) // local * local
-        got = torch.empty(arrive, x.shape[1], dtype=x.dtype, device="cuda")
+        received = torch.empty(arrive, x.shape[1], dtype=x.dtype, device="cuda")
         chosen = torch.empty(arrive, topk_idx.shape[1], dtype=topk_idx.dtype, device="cuda")
         weights = torch.empty(arrive, topk_idx.shape[1], dtype=torch.float32, device="cuda")
         handle = _Handle(tokens, arrive, rows, local)
-        return got, chosen, weights, [0] * local, handle, _PastEvent()
+        return received, chosen, weights, [0] * local, handle, _PastEvent()
 
     def combine(
         self, x: Tensor, handle: Any, topk_weights: Tensor | None = None, **options: Any

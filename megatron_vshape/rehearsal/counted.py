@@ -32,13 +32,13 @@ def both_backwards(num_devices: int) -> Schedule:
     All W's of the first microbatches come after their other passes. Directly after its B, a W would
     be fused with it.
     """
-    split, whole = (make(name, num_devices, MICROBATCHES) for name in ("v-zb", "1f1b-v"))
+    split, full = (make(name, num_devices, MICROBATCHES) for name in ("v-zb", "1f1b-v"))
     rows = []
-    for first, then in zip(split.order, whole.order, strict=True):
-        late = sorted((each for each in first if each.kind is Kind.W), key=lambda w: w.microbatch)
-        early = [each for each in first if each.kind is not Kind.W]
-        later = (each._replace(microbatch=each.microbatch + MICROBATCHES) for each in then)
-        rows.append((*early, *late, *later))
+    for first, then in zip(split.order, full.order, strict=True):
+        wgrads = sorted((work for work in first if work.kind is Kind.W), key=lambda w: w.microbatch)
+        without_wgrads = [work for work in first if work.kind is not Kind.W]
+        later = (work._replace(microbatch=work.microbatch + MICROBATCHES) for work in then)
+        rows.append((*without_wgrads, *wgrads, *later))
     count, placement = 2 * MICROBATCHES, split.placement
     return Schedule("both backwards", num_devices, count, placement, tuple(rows))
 
@@ -47,61 +47,61 @@ def counted_costs(
     ranks: Sequence[RankReport],
     gpu: Gpu,
     devices: int,
-    apart: int,
+    gpu_distance: int,
     rates: Rates | None = None,
 ) -> Costs:
     """Return the costs of all stages from ranks with dry runs of `both_backwards`.
 
-    `apart` is the distance between neighboring pipeline ranks in GPUs.
+    `gpu_distance` is the distance between neighboring pipeline ranks in GPUs.
 
     Raises:
         ScheduleError: A stage lacks a pass.
     """
     stages = [_where(stage, devices) for stage in range(2 * devices)]
-    found = _every_rank(ranks, devices)
+    reports = _every_rank(ranks, devices)
     passes = {
-        kind: [_pass(found[rank], kind, chunk, gpu, rates) for rank, chunk in stages]
+        kind: [_pass(reports[rank], kind, chunk, gpu, rates) for rank, chunk in stages]
         for kind in (Kind.F, Kind.B, Kind.W, Kind.BW)
     }
     # One value for all devices: the memory that every rank has, and the largest need of graphs.
-    every, first = min(map(always_bytes, found)), found[0]
+    common_bytes, first = min(map(always_bytes, reports)), reports[0]
     # Every stage but the first receives its input, and every one but the last a gradient.
     message = float(first.message_bytes)
     received = (0.0,) + (message,) * (len(stages) - 1)
-    held = tuple(map(_held, passes[Kind.F], passes[Kind.BW], received))
-    least = max(held) * 1e-6
+    activation_bytes = tuple(map(_held, passes[Kind.F], passes[Kind.BW], received))
+    min_bytes = max(activation_bytes) * 1e-6
     amounts: dict[str, Any] = {
-        "held_after_forward_bytes": tuple(max(each, least) for each in held),
+        "held_after_forward_bytes": tuple(max(size, min_bytes) for size in activation_bytes),
         "held_after_backward_bytes": tuple(max(0.0, -w.adds_bytes) for w in passes[Kind.W]),
         "state_bytes": tuple(
-            _state(found[rank], chunk) + chunk * (always_bytes(found[rank]) - every)
+            _state(reports[rank], chunk) + chunk * (always_bytes(reports[rank]) - common_bytes)
             for rank, chunk in stages
         ),
     }
-    dummies = tuple(float(found[rank].chunk_dummy_bytes[chunk]) for rank, chunk in stages)
+    dummies = tuple(float(reports[rank].chunk_dummy_bytes[chunk]) for rank, chunk in stages)
     if any(dummies):
         amounts["dummy_bytes"] = dummies
     amounts |= _times(passes)
-    for kind, ran in passes.items():
+    for kind, stage_reports in passes.items():
         # Before a pass, its message has been received. The model of costs allocates F's activations
         # with the message at its start; only more than that is workspace.
-        none = (0.0,) * len(ran)
-        before = {Kind.F: received, Kind.W: none}.get(kind, received[::-1])
-        takes = held if kind is Kind.F else none
-        amounts[kind.works] = tuple(map(_works, ran, before, takes))
-    made = Costs(
+        none = (0.0,) * len(stage_reports)
+        messages = {Kind.F: received, Kind.W: none}.get(kind, received[::-1])
+        allocated = activation_bytes if kind is Kind.F else none
+        amounts[kind.works] = tuple(map(_works, stage_reports, messages, allocated))
+    costs = Costs(
         **amounts,
-        send_us=send_us(float(first.message_bytes), gpu, apart, rates),
+        send_us=send_us(float(first.message_bytes), gpu, gpu_distance, rates),
         # Measured for F with BW; a separate W is charged, too, which is conservative.
         host_us=pass_us(gpu, first.scale, rates) / 2,
-        layers=tuple(found[rank].chunk_layers[chunk] for rank, chunk in stages),
-        device_bytes=every + max(map(_unshared, found)),
+        layers=tuple(reports[rank].chunk_layers[chunk] for rank, chunk in stages),
+        device_bytes=common_bytes + max(map(_unshared, reports)),
     )
     text = f"{COUNTED} by a rehearsal, priced by kernel efficiencies on {gpu.name.upper()}"
     missing = devices - len(ranks)
     if missing:
         text += f"; {missing} of {devices} ranks like their neighbours"
-    return _with_measured_source(made, ranks).with_source(text)
+    return _with_measured_source(costs, ranks).with_source(text)
 
 
 def with_measured(rank: RankReport, measured: Mapping[str, Any]) -> RankReport:
@@ -110,11 +110,14 @@ def with_measured(rank: RankReport, measured: Mapping[str, Any]) -> RankReport:
     `measured` is a result of `measured.measure_all`.
     """
     names = ["ms", *(("adds_bytes", "meanwhile_bytes") if measured["on_gpu"] else ())]
-    own = {
-        (each["kind"], each["chunk"]): {name: each[name] for name in names}
-        for each in measured["kinds"]
+    measured_values = {
+        (measurement["kind"], measurement["chunk"]): {name: measurement[name] for name in names}
+        for measurement in measured["kinds"]
     }
-    kinds = [replace(each, **own.get((each.kind, each.chunk), {})) for each in rank.kinds]
+    kinds = [
+        replace(report, **measured_values.get((report.kind, report.chunk), {}))
+        for report in rank.kinds
+    ]
     where = f"{measured['device']}, one rank at a time, without communication"
     return replace(rank, kinds=kinds, measured=where, memory_measured=measured["on_gpu"])
 
@@ -128,12 +131,12 @@ def _with_measured_source(costs: Costs, ranks: Sequence[RankReport]) -> Costs:
 
 
 def pass_times(
-    found: Sequence[RankReport], stages: Sequence[tuple[int, int]], devices: int, gpu: Gpu
+    reports: Sequence[RankReport], stages: Sequence[tuple[int, int]], devices: int, gpu: Gpu
 ) -> dict[str, Any]:
     """Return the pass times of every stage by their names in `Costs`.
 
     Args:
-        found: Results of some ranks. Other ranks are assumed to equal their neighbors.
+        reports: Results of some ranks. Other ranks are assumed to equal their neighbors.
         stages: Rank and chunk of every stage.
         devices: Number of pipeline ranks.
         gpu: GPU and links.
@@ -141,7 +144,7 @@ def pass_times(
     Raises:
         ScheduleError: A stage lacks a pass.
     """
-    ranks = _every_rank(found, devices)
+    ranks = _every_rank(reports, devices)
     return _times(
         {
             kind: [_pass(ranks[rank], kind, chunk, gpu, None) for rank, chunk in stages]
@@ -152,10 +155,10 @@ def pass_times(
 
 def _times(passes: Mapping[Kind, Sequence[PassReport]]) -> dict[str, Any]:
     amounts: dict[str, Any] = {}
-    for kind, ran in passes.items():
-        amounts[kind.time] = tuple(_computes_us(each) for each in ran)
-        if kind.exchange and any(each.waited_seconds for each in ran):
-            amounts[kind.exchange] = tuple(1e6 * each.waited_seconds for each in ran)
+    for kind, reports in passes.items():
+        amounts[kind.time] = tuple(_computes_us(report) for report in reports)
+        if kind.exchange and any(report.waited_seconds for report in reports):
+            amounts[kind.exchange] = tuple(1e6 * report.waited_seconds for report in reports)
     return amounts
 
 
@@ -164,10 +167,10 @@ def _where(stage: int, devices: int) -> tuple[int, int]:
     return (stage, 0) if stage < devices else (2 * devices - 1 - stage, 1)
 
 
-def _every_rank(found: Sequence[RankReport], devices: int) -> list[RankReport]:
-    by_rank = {each.stage: each for each in found}
+def _every_rank(reports: Sequence[RankReport], devices: int) -> list[RankReport]:
+    by_rank = {report.stage: report for report in reports}
     return [
-        by_rank[max((known for known in by_rank if known <= rank), default=min(by_rank))]
+        by_rank[max((stage for stage in by_rank if stage <= rank), default=min(by_rank))]
         for rank in range(devices)
     ]
 
@@ -178,13 +181,13 @@ def _pass(rank: RankReport, kind: Kind, chunk: int, gpu: Gpu, rates: Rates | Non
     With full recompute, a backward is not split: BW counts as B, and W is empty. If only B and W
     ran, BW is their sum.
     """
-    ran = {each.kind: each for each in rank.kinds if each.chunk == chunk}
+    ran = {report.kind: report for report in rank.kinds if report.chunk == chunk}
     if kind in (Kind.B, Kind.W) and kind not in ran and Kind.BW in ran:
         if kind is Kind.W:
             return PassReport(kind, chunk, 0, 0.0, 0.0, 0.0, 0.0, Work())
         kind = Kind.BW
     if kind is Kind.BW and kind not in ran and {Kind.B, Kind.W} <= ran.keys():
-        b, w = (_pass(rank, each, chunk, gpu, rates) for each in (Kind.B, Kind.W))
+        b, w = (_pass(rank, part, chunk, gpu, rates) for part in (Kind.B, Kind.W))
         sums = {name: getattr(b, name) + getattr(w, name) for name in _SUMMED}
         return replace(b, kind=kind, **sums)
     if kind not in ran:
@@ -192,16 +195,16 @@ def _pass(rank: RankReport, kind: Kind, chunk: int, gpu: Gpu, rates: Rates | Non
             f"rank {rank.stage} ran no {kind} of its chunk {chunk}: what was rehearsed is not a "
             "V with backwards of both sorts"
         )
-    found = ran[kind]
-    parts = step_time(found.work, gpu, rank.scale, rates)
+    result = ran[kind]
+    parts = step_time(result.work, gpu, rank.scale, rates)
     # The last pass of a step may have started collectives that occur once per step.
-    took, waited = parts["step_s"] - parts["data parallel"], parts["exchanges"]
-    if found.ms is not None:  # measured: communication ended at once
-        took = found.ms / 1e3 + waited
+    seconds, waited_seconds = parts["step_s"] - parts["data parallel"], parts["exchanges"]
+    if result.ms is not None:  # measured: communication ended at once
+        seconds = result.ms / 1e3 + waited_seconds
     if kind is Kind.W:
-        took -= _hidden(parts, found.work)
-        waited = 0.0
-    return replace(found, seconds=took, waited_seconds=waited)
+        seconds -= _hidden(parts, result.work)
+        waited_seconds = 0.0
+    return replace(result, seconds=seconds, waited_seconds=waited_seconds)
 
 
 _SUMMED = ("adds_bytes", "meanwhile_bytes", "seconds", "waited_seconds")
@@ -221,8 +224,8 @@ def _hidden(parts: Mapping[str, float], work: Work) -> float:
     return min(exchanges * (1 - 1 / max(1, gathers)), parts["products"])
 
 
-def _computes_us(ran: PassReport) -> float:
-    return max(1.0, 1e6 * (ran.seconds - ran.waited_seconds))
+def _computes_us(report: PassReport) -> float:
+    return max(1.0, 1e6 * (report.seconds - report.waited_seconds))
 
 
 def _held(forward: PassReport, backward: PassReport, received: float) -> float:
@@ -235,23 +238,25 @@ def _held(forward: PassReport, backward: PassReport, received: float) -> float:
     that is sent are not included either; a split one frees the received gradient in W.
     """
     # A backward adds a negative amount.
-    held = max(min(float(forward.adds_bytes), received - float(backward.adds_bytes)), received)
-    return held + float(forward.static_bytes or 0)  # of CUDA graphs, until the backward
+    activation_bytes = max(
+        min(float(forward.adds_bytes), received - float(backward.adds_bytes)), received
+    )
+    return activation_bytes + float(forward.static_bytes or 0)  # of CUDA graphs, until the backward
 
 
-def _works(ran: PassReport, received: float, takes: float) -> float:
-    """Return the temporary bytes of a pass beyond `takes`, the bytes allocated at its start."""
-    return max(0.0, float(ran.meanwhile_bytes) + received - takes)
+def _works(report: PassReport, received: float, allocated_bytes: float) -> float:
+    """Return the temporary bytes of a pass beyond `allocated_bytes`, those at its start."""
+    return max(0.0, float(report.meanwhile_bytes) + received - allocated_bytes)
 
 
 def _state(rank: RankReport, chunk: int) -> float:
     """Return the bytes of a stage between steps: its part of the parameters' and its layers'."""
-    own = rank.chunk_parameters
-    part = float(own[chunk] / sum(own))
-    kept, inputs = part * rank.replaced_bytes, rank.chunk_layers[chunk] * rank.message_bytes
+    parameters = rank.chunk_parameters
+    part = float(parameters[chunk] / sum(parameters))
+    retained, inputs = part * rank.replaced_bytes, rank.chunk_layers[chunk] * rank.message_bytes
     # With full recomputation, experts keep the input of their layer and its gradient until the next
     # forward. At the peak of the last layer's backward, the others have freed their checkpoints.
-    return part * _states(rank) + (kept - inputs if kept > inputs else kept)
+    return part * _states(rank) + (retained - inputs if retained > inputs else retained)
 
 
 def always_bytes(rank: RankReport) -> float:

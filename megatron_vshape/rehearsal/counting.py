@@ -74,47 +74,47 @@ def count_all(
         ScheduleError: Nothing can be estimated here.
     """
     stamp, keys = _stamp(config), []
-    found: dict[str, Ranks | str] = {}
-    wanted: dict[str, Command] = {}
+    results: dict[str, Ranks | str] = {}
+    uncached: dict[str, Command] = {}
     for command in commands:
         try:
             key = _key(command, config, stamp)
         except ScheduleError as error:
             key = str(error)
-            found[key] = key
+            results[key] = key
         keys.append(key)
-        known = _cached(key) if key not in found else None
-        if known is not None:
-            found[key] = known
-        elif key not in found:
-            wanted[key] = command
-    if wanted:
-        found |= _run(config, wanted, report)
-    return [found[key] for key in keys]
+        cached = _cached(key) if key not in results else None
+        if cached is not None:
+            results[key] = cached
+        elif key not in results:
+            uncached[key] = command
+    if uncached:
+        results |= _run(config, uncached, report)
+    return [results[key] for key in keys]
 
 
 def _run(
-    config: DryRunConfig, wanted: Mapping[str, Command], report: Callable[[int, int], None]
+    config: DryRunConfig, commands: Mapping[str, Command], report: Callable[[int, int], None]
 ) -> dict[str, Ranks | str]:
-    least = {key: least_of(command) for key, command in wanted.items()}
-    ranks: dict[str, list[RankReport]] = {key: [] for key in wanted}
-    made: dict[str, Ranks | str] = {}
+    reduced = {key: least_of(command) for key, command in commands.items()}
+    ranks: dict[str, list[RankReport]] = {key: [] for key in commands}
+    results: dict[str, Ranks | str] = {}
     with counting_schedule(PIPELINE) as put:
         jobs = [
             config.job(put(few, sizes), sizes, stage, key)
-            for key, (few, sizes) in least.items()
+            for key, (few, sizes) in reduced.items()
             for stage in counted_ranks(few)
         ]
-        for done, each in enumerate(rehearse_all(config.programs, jobs), start=1):
+        for done, result in enumerate(rehearse_all(config.programs, jobs), start=1):
             report(done, len(jobs))
-            if isinstance(each, FailedRank):
-                made.setdefault(each.name, each.error)
+            if isinstance(result, FailedRank):
+                results.setdefault(result.name, result.error)
             else:
-                ranks[each.name].append(each.without_timeline())
-    for key in wanted.keys() - made.keys():
-        made[key] = own = sorted(ranks[key], key=lambda each: each.stage)
-        _keep(key, own)
-    return made
+                ranks[result.name].append(result.without_timeline())
+    for key in commands.keys() - results.keys():
+        results[key] = reports = sorted(ranks[key], key=lambda report: report.stage)
+        _keep(key, reports)
+    return results
 
 
 def least_of(command: Command) -> tuple[Command, Sizes]:
@@ -167,14 +167,16 @@ def counted_symbols(command: Command) -> str:
     Their order is that of the pattern, on which the peak within a pass depends.
     """
     symbols = hybrid.without_stages((command.pattern or "").partition(hybrid.BEGINS_MTP)[0])
-    least = min(map(symbols.count, symbols))
-    left = {each: min(MOST_ALIKE, round(symbols.count(each) / least)) for each in symbols}
-    taken = []
-    for each in symbols:
-        if left[each]:
-            taken.append(each)
-            left[each] -= 1
-    return "".join(taken)
+    min_count = min(map(symbols.count, symbols))
+    remaining = {
+        symbol: min(MOST_ALIKE, round(symbols.count(symbol) / min_count)) for symbol in symbols
+    }
+    selected = []
+    for symbol in symbols:
+        if remaining[symbol]:
+            selected.append(symbol)
+            remaining[symbol] -= 1
+    return "".join(selected)
 
 
 @contextmanager
@@ -186,8 +188,8 @@ def counting_schedule(num_devices: int) -> Iterator[Callable[[Command, Sizes], C
         file.write_text(schedule.to_json())
 
         def put(command: Command, sizes: Sizes) -> Command:
-            each = command.number("--micro-batch-size", 1) * sizes.replicas
-            batch = each * schedule.num_microbatches
+            samples = command.number("--micro-batch-size", 1) * sizes.replicas
+            batch = samples * schedule.num_microbatches
             return command.having(pipeline_schedule=file, global_batch_size=batch)
 
         yield put
@@ -254,33 +256,33 @@ def counted(
         command.number(f"--{name}-parallel-size", 1) for name in ("tensor-model", "context")
     )
     sizes = Sizes(world, tensor, context, pipeline, command.has(STAGE_BEFORE_DATA))
-    found = _of_equal_layers(ranks, gpu, sizes, rates)
-    return of_unlike_layers(found, command, world)
+    costs = _of_equal_layers(ranks, gpu, sizes, rates)
+    return of_unlike_layers(costs, command, world)
 
 
 def _of_equal_layers(ranks: Ranks, gpu: Gpu, sizes: Sizes, rates: Rates | None) -> Counted:
-    reached = rates or rates_of(gpu)
+    gpu_rates = rates or rates_of(gpu)
     ratio = sizes.world // sizes.pipeline * PIPELINE / ranks[0].sizes.world
-    first, second, *dense = (_spread(each, ratio) for each in ranks)
+    first, second, *dense = (_spread(report, ratio) for report in ranks)
     costs = counted_costs((first, second), gpu, PIPELINE, sizes.stage_stride, rates)
     step = second.work.spread(ratio, second.shards_optimizer)
     state = sum(second.held_parts[part] for part in ("weights", "gradients", "optimizer"))
     of_layer = _forward_flops(second, 0)
     ends = _forward_flops(first, 0) + _forward_flops(first, 1) - 2 * of_layer
     pieces = Pieces.of(replace(costs, layers=None), (1,) * costs.num_stages)
-    once = optimizer_s(step, gpu, reached) / state, data_parallel_s(step, gpu, reached) / state
+    once = optimizer_s(step, gpu, gpu_rates) / state, data_parallel_s(step, gpu, gpu_rates) / state
     of_stages = second.chunk_parameters
     layer = sum(of_stages) / len(of_stages)
-    parameters = Parameters(layer, *(own - layer for own in first.chunk_parameters))
+    parameters = Parameters(layer, *(count - layer for count in first.chunk_parameters))
     return Counted(
         pieces,
         *once,
-        reached,
+        gpu_rates,
         of_layer,
         ends,
         parameters,
         state / sum(of_stages),
-        communicators=max(each.communicators for each in ranks),
+        communicators=max(report.communicators for report in ranks),
         message_bytes=float(second.message_bytes),
         dense=_dense_layer(first, dense[0], costs, gpu, rates) if dense else None,
     )
@@ -290,14 +292,14 @@ def _dense_layer(
     first: RankReport, rank: RankReport, costs: Costs, gpu: Gpu, rates: Rates | None
 ) -> Piece:
     """Return a layer of a rank with dense ones, in a run whose other layers have these costs."""
-    own = counted_costs((first, replace(rank, stage=1)), gpu, PIPELINE, PIPELINE, rates)
-    layer = pieces_from_costs(own)[1]
+    dense_costs = counted_costs((first, replace(rank, stage=1)), gpu, PIPELINE, PIPELINE, rates)
+    layer = pieces_from_costs(dense_costs)[1]
     # Dummy gradients and workspaces for the sizes of its weights, beyond those of other layers.
-    more = max(0.0, always_bytes(rank) - costs.device_bytes)
-    return replace(layer, **{name: getattr(layer, name) + more for name in WORKS})
+    extra_bytes = max(0.0, always_bytes(rank) - costs.device_bytes)
+    return replace(layer, **{name: getattr(layer, name) + extra_bytes for name in WORKS})
 
 
-def of_unlike_layers(found: Counted, command: Command, world: int) -> Counted:
+def of_unlike_layers(costs: Counted, command: Command, world: int) -> Counted:
     """Estimate layers unlike the counted one, in hybrid models and MoE models with dense layers.
 
     In a hybrid model, their costs relative to each other follow from their GEMMs and sizes.
@@ -309,20 +311,20 @@ def of_unlike_layers(found: Counted, command: Command, world: int) -> Counted:
     def option(name: str) -> Any:
         return world if name == "world_size" else command.option(name)
 
-    if found.dense is not None:
-        return replace(found, pieces=_with_dense(found.pieces, found.dense, option))
+    if costs.dense is not None:
+        return replace(costs, pieces=_with_dense(costs.pieces, costs.dense, option))
     if not command.pattern:
-        return found
+        return costs
     shares = layer_sizes.sizes_of(option, 0).shares
     symbols = hybrid.without_stages(command.pattern.partition(hybrid.BEGINS_MTP)[0])
     of_symbol = dict(zip(symbols, shares, strict=True))
-    stage = Share.total([of_symbol[each] for each in counted_symbols(command)])
-    layer = stage.inverse().of(found.pieces.layer)
+    stage = Share.total([of_symbol[symbol] for symbol in counted_symbols(command)])
+    layer = stage.inverse().of(costs.pieces.layer)
     return replace(
-        found,
-        pieces=replace(found.pieces, layer=layer, shares=shares),
-        layer_flops=found.layer_flops / stage.time,
-        parameters=found.parameters._replace(layer=found.parameters.layer / stage.state),
+        costs,
+        pieces=replace(costs.pieces, layer=layer, shares=shares),
+        layer_flops=costs.layer_flops / stage.time,
+        parameters=costs.parameters._replace(layer=costs.parameters.layer / stage.state),
     )
 
 
@@ -335,25 +337,25 @@ def _with_dense(pieces: Pieces, dense: Piece, option: layer_sizes.Options) -> Pi
     if not layers[0]:
         works = {name: max(getattr(first, name), getattr(dense, name)) for name in WORKS}
         first = replace(first, **works)
-    shares = tuple(Share(1.0, 1.0, 1.0) if each else share for each in layers)
+    shares = tuple(Share(1.0, 1.0, 1.0) if has_experts else share for has_experts in layers)
     return replace(pieces, first=first, shares=shares)
 
 
 def _spread(rank: RankReport, ratio: float) -> RankReport:
     """Return a rank's report if `ratio` times the replicas shard the optimizer."""
     parts = dict(rank.held_parts)
-    before = parts["optimizer"]
+    optimizer_bytes = parts["optimizer"]
     if rank.shards_optimizer:
-        parts["optimizer"] = before / ratio
-    held = rank.held_bytes - before + parts["optimizer"]
-    return replace(rank, held_parts=parts, held_bytes=held)
+        parts["optimizer"] = optimizer_bytes / ratio
+    held_bytes = rank.held_bytes - optimizer_bytes + parts["optimizer"]
+    return replace(rank, held_parts=parts, held_bytes=held_bytes)
 
 
 def _forward_flops(rank: RankReport, chunk: int) -> float:
-    (work,) = (each.work for each in rank.kinds if each.kind == "F" and each.chunk == chunk)
+    (work,) = (report.work for report in rank.kinds if report.kind == "F" and report.chunk == chunk)
     products = sum(
-        2.0 * rows * inner * columns * at * number
-        for (_, rows, inner, columns, at), number in work.products.items()
+        2.0 * rows * inner * columns * gemms * number
+        for (_, rows, inner, columns, gemms), number in work.products.items()
     )
     return float(products + sum(work.attention_flops.values()))
 
@@ -361,7 +363,7 @@ def _forward_flops(rank: RankReport, chunk: int) -> float:
 def _key(command: Command, config: DryRunConfig, stamp: str) -> str:
     """Return the cache key, a hash of everything that affects the result."""
     few, sizes = least_of(command)
-    what = (
+    key_parts = (
         stamp,
         config.flags(few),
         sizes.world,
@@ -371,7 +373,7 @@ def _key(command: Command, config: DryRunConfig, stamp: str) -> str:
         environment_of(command),
         str(config.script),
     )
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(key_parts, sort_keys=True).encode()).hexdigest()
 
 
 def _stamp(config: DryRunConfig) -> str:
@@ -398,7 +400,7 @@ def _cached(key: str) -> Ranks | None:
         plain = json.loads((_folder() / f"{key}.json").read_text())
     except (OSError, ValueError):
         return None
-    return [RankReport.from_json(each) for each in plain]
+    return [RankReport.from_json(report) for report in plain]
 
 
 def _keep(key: str, ranks: Ranks) -> None:
@@ -406,5 +408,5 @@ def _keep(key: str, ranks: Ranks) -> None:
     with contextlib.suppress(OSError):
         _folder().mkdir(parents=True, exist_ok=True)
         draft = _folder() / f"{key}.{os.getpid()}"
-        draft.write_text(json.dumps([each.to_json() for each in ranks]))
+        draft.write_text(json.dumps([report.to_json() for report in ranks]))
         draft.replace(_folder() / f"{key}.json")

@@ -207,7 +207,7 @@ def _dispatched(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     """Let quantized tensors dispatch to their parts; fake tensors reject their type."""
 
     def run(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(each.__module__.startswith("transformer_engine") for each in types):
+        if any(tensor_type.__module__.startswith("transformer_engine") for tensor_type in types):
             return func(*args, **(kwargs or {}))
         return dispatch(func, types, args, kwargs)
 
@@ -289,15 +289,15 @@ def _placed(make: Callable[..., Tensor], like: bool) -> Callable[..., Tensor]:
     return run
 
 
-def _knowing(made: Tensor, args: tuple[Any, ...]) -> Tensor:
+def _knowing(tensor: Tensor, args: tuple[Any, ...]) -> Tensor:
     """Propagate known values to a tensor created from a list or from a tensor with known values."""
     if args and isinstance(args[0], list):
-        made.known_values = args[0]  # type: ignore[attr-defined]
+        tensor.known_values = args[0]  # type: ignore[attr-defined]
     elif args and isinstance(args[0], Tensor):
         values = getattr(args[0], "known_values", None)
-        if values is not None and made.shape == args[0].shape:
-            made.known_values = values  # type: ignore[attr-defined]
-    return made
+        if values is not None and tensor.shape == args[0].shape:
+            tensor.known_values = values  # type: ignore[attr-defined]
+    return tensor
 
 
 def _moved(to: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -325,12 +325,12 @@ def _apply(self: torch.nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool 
     for name, parameter in self._parameters.items():
         if parameter is not None:
             with torch.no_grad():
-                made = fn(parameter)
-            if made.is_meta != parameter.is_meta:  # torch replaces the object, too
-                self._parameters[name] = torch.nn.Parameter(made, parameter.requires_grad)
-            elif made is not parameter:
+                new_parameter = fn(parameter)
+            if new_parameter.is_meta != parameter.is_meta:  # torch replaces the object, too
+                self._parameters[name] = torch.nn.Parameter(new_parameter, parameter.requires_grad)
+            elif new_parameter is not parameter:
                 # The parameter object stays: optimizers and hooks refer to it.
-                parameter.data = made
+                parameter.data = new_parameter
     for key, buffer in self._buffers.items():
         if buffer is not None:
             self._buffers[key] = fn(buffer)
@@ -405,9 +405,9 @@ def values_of(tensor: Any) -> Any:
 
 def known(values: list[Any]) -> Tensor:
     """Return a tensor with values that the host can read."""
-    made = torch.tensor(values)
-    made.known_values = values  # type: ignore[attr-defined]
-    return made
+    tensor = torch.tensor(values)
+    tensor.known_values = values  # type: ignore[attr-defined]
+    return tensor
 
 
 def _yes(ask: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -415,10 +415,10 @@ def _yes(ask: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(ask)
     def run(*args: Any, **kwargs: Any) -> Tensor:
-        made = ask(*args, **kwargs)
-        if not made.dim():
-            made.known_values = [True]  # type: ignore[attr-defined]
-        return made
+        result = ask(*args, **kwargs)
+        if not result.dim():
+            result.known_values = [True]  # type: ignore[attr-defined]
+        return result
 
     return run
 
@@ -446,11 +446,11 @@ class _Ignored:
 @contextlib.contextmanager
 def ignored() -> Iterator[None]:
     """Read unknown integers as zero in this context, because they are replaced afterwards."""
-    before, _Ignored.now = _Ignored.now, True
+    previous, _Ignored.now = _Ignored.now, True
     try:
         yield
     finally:
-        _Ignored.now = before
+        _Ignored.now = previous
 
 
 def _zero_of(tensor: Tensor) -> int | float:
@@ -491,7 +491,7 @@ def _to_list(self: Any) -> Any:
     zero = _zero_of(self)
     if not self.dim():
         return zero
-    return [_to_list(each) for each in self] if self.dim() > 1 else [zero] * self.numel()
+    return [_to_list(row) for row in self] if self.dim() > 1 else [zero] * self.numel()
 
 
 def _with_sum(sum_: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -499,11 +499,11 @@ def _with_sum(sum_: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(sum_)
     def run(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        made = sum_(self, *args, **kwargs)
+        total = sum_(self, *args, **kwargs)
         values = values_of(self)
-        if values is not None and not made.dim():
-            made.known_values = [sum(values)]  # type: ignore[attr-defined]
-        return made
+        if values is not None and not total.dim():
+            total.known_values = [sum(values)]  # type: ignore[attr-defined]
+        return total
 
     return run
 
@@ -513,11 +513,11 @@ def _keeping_values(detach: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(detach)
     def run(self: Tensor) -> Tensor:
-        made = detach(self)
+        detached = detach(self)
         values = values_of(self)
         if values is not None:
-            made.known_values = values  # type: ignore[attr-defined]
-        return made
+            detached.known_values = values  # type: ignore[attr-defined]
+        return detached
 
     return run
 

@@ -58,11 +58,11 @@ class Done:
 
 def install() -> None:
     """Replace torch.distributed's communication functions; groups use torch's "fake" backend."""
-    for name, (place, key) in _LARGER_SIDE.items():
-        made = _exchange(name, place, key)
+    for name, (position, key) in _LARGER_SIDE.items():
+        replacement = _exchange(name, position, key)
         for module in (dist, c10d):
             if hasattr(module, name):
-                setattr(module, name, made)
+                setattr(module, name, replacement)
     owners: tuple[Any, ...] = (dist, c10d)
     for module in owners:
         module.batch_isend_irecv = _batch
@@ -85,23 +85,23 @@ def start(rank: int, world: int) -> None:
 def _fake_groups(new_group: Callable[..., Any]) -> Callable[..., Any]:
     def new(ranks: Any = None, *unused: Any, **options: Any) -> Any:
         # Without options of NCCL, which the fake backend rejects.
-        kept = ("group_desc", "use_local_synchronization")
+        supported = ("group_desc", "use_local_synchronization")
         return new_group(
-            ranks, backend="fake", **{name: options[name] for name in kept if name in options}
+            ranks, backend="fake", **{name: options[name] for name in supported if name in options}
         )
 
     return new
 
 
-def _exchange(name: str, place: int, key: str) -> Callable[..., Any]:
+def _exchange(name: str, position: int, key: str) -> Callable[..., Any]:
     at_once = name in ("isend", "irecv")
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if Current.ledger is not None:
-            given = args[place] if len(args) > place else kwargs.get(key)
+            argument = args[position] if len(args) > position else kwargs.get(key)
             # Bytes of the larger side, from which `link_bytes_of` computes those on each link.
-            sent = given if isinstance(given, list | tuple) else (given,)
-            size = sum(each.numel() * each.element_size() for each in tensors_in(sent))
+            tensors = argument if isinstance(argument, list | tuple) else (argument,)
+            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(tensors))
             count(name, kwargs.get("group"), size)
         return Done() if at_once or kwargs.get("async_op") else None
 
@@ -132,9 +132,9 @@ def _of(group: Any) -> tuple[int, int]:
 
 
 def _batch(operations: list[Any]) -> list[Done]:
-    for each in operations:
+    for operation in operations:
         # The replaced isend or irecv, which counts the message.
-        each.op(each.tensor, group=each.group)
+        operation.op(operation.tensor, group=operation.group)
     return [Done() for _ in operations]
 
 

@@ -127,18 +127,18 @@ def _gpu(
 ) -> Gpu:
     near_gb, far_gb, node, host_gb = links
     major, minor = capability.split(".")
-    wide, eight, four = (float(each) * 1e12 for each in tera.split("/"))
+    wide, eight, four = (float(rate) * 1e12 for rate in tera.split("/"))
     rates = (wide, eight, four, tb * 1e12, near_gb * 1e9, far_gb * 1e9)
-    made = int(node), host_gb * 1e9
-    return Gpu(name, (int(major), int(minor)), memory_mib * MIB, units, *rates, *made)
+    host_links = int(node), host_gb * 1e9
+    return Gpu(name, (int(major), int(minor)), memory_mib * MIB, units, *rates, *host_links)
 
 
 GRACE = frozenset({"gh200", "gb200", "gb300"})
 """GPUs with Grace CPUs."""
 
 GPUS = {
-    each.name: each
-    for each in (
+    gpu.name: gpu
+    for gpu in (
         _gpu("a100", "8.0", 81920, 108, "312/312/312", 2.0, 300, 25, 8, 25),
         _gpu("a100-40gb", "8.0", 40960, 108, "312/312/312", 1.555, 300, 25, 8, 25),
         _gpu("a100-pcie", "8.0", 81920, 108, "312/312/312", 1.935, 25, 25, 8, 25),

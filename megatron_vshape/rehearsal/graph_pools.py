@@ -35,18 +35,18 @@ class GraphPool:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._ledger.graphed = True
-        for each in tensors_in((*args, *kwargs.values())):
-            if each.requires_grad:
-                self._keep_input(each.nbytes)
-                self._count_of_pass(each.nbytes)
-                each.register_hook(partial(self._end_backward, module, each.nbytes))
+        for tensor in tensors_in((*args, *kwargs.values())):
+            if tensor.requires_grad:
+                self._keep_input(tensor.nbytes)
+                self._count_of_pass(tensor.nbytes)
+                tensor.register_hook(partial(self._end_backward, module, tensor.nbytes))
                 break
 
-    def _leave(self, module: nn.Module, args: Any, made: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._ledger.graphed = False
-        for each in tensors_in((made,)):
-            if each.requires_grad:
-                each.register_hook(partial(self._begin_backward, module))
+        for tensor in tensors_in((output,)):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._begin_backward, module))
 
     def _begin_backward(self, module: nn.Module, gradient: Tensor) -> None:
         self._ledger.graphed, self._running = True, module
