@@ -99,18 +99,18 @@ class Command:
         Raises:
             ScheduleError: The flag is given without a value.
         """
-        found = self._values_of(flag)
-        if not found:
+        values = self._values_of(flag)
+        if not values:
             return default
-        if not found[-1] or found[-1].startswith("--"):
+        if not values[-1] or values[-1].startswith("--"):
             raise ScheduleError(f"{flag} has no value: add one after it, or remove {flag}")
-        return found[-1]
+        return values[-1]
 
     def _values_of(self, flag: str) -> list[str]:
         """List the word after each occurrence of a flag; empty at the end of the command."""
         return [
-            word.partition("=")[2] if word != flag else after
-            for word, after in pairwise((*self.flags, ""))
+            word.partition("=")[2] if word != flag else next_word
+            for word, next_word in pairwise((*self.flags, ""))
             if word.partition("=")[0] == flag
         ]
 
@@ -151,10 +151,10 @@ class Command:
         if name == hybrid.OPTION:
             return self.pattern
         flag = "--" + name.replace("_", "-")
-        found = self._values_of(flag)
-        if not found:
+        values = self._values_of(flag)
+        if not values:
             return None
-        text = found[-1]
+        text = values[-1]
         if text.isdecimal():
             return int(text)
         return True if not text or text.startswith("--") else text
@@ -165,14 +165,14 @@ class Command:
 
     def without(self, is_out: Callable[[str], bool]) -> Command:
         """Return the command without flags whose name fulfills `is_out`, and their values."""
-        left: list[str] = []
+        remaining: list[str] = []
         keep = True
         for word in self.flags:
             if word.startswith("--"):
                 keep = not is_out(word.partition("=")[0])
             if keep:
-                left.append(word)
-        return replace(self, flags=tuple(left))
+                remaining.append(word)
+        return replace(self, flags=tuple(remaining))
 
     def of_megatron(self) -> Command:
         """Return the command without the flags of this package."""
@@ -205,8 +205,8 @@ class Command:
         None removes a flag.
         """
         names = {"--" + name.replace("_", "-") for name in values}
-        left = self.without(names.__contains__).flags
-        return replace(self, flags=(*left, *flags_of(values)))
+        remaining = self.without(names.__contains__).flags
+        return replace(self, flags=(*remaining, *flags_of(values)))
 
 
 def read_command(words: Sequence[str], sources: bool = True) -> Command:
@@ -226,20 +226,20 @@ def read_command(words: Sequence[str], sources: bool = True) -> Command:
         raise ScheduleError(
             "the training command is missing: add it after --, as in -- pretrain_gpt.py FLAGS..."
         )
-    scripts = [at for at, word in enumerate(words) if word.endswith(".py")]
+    scripts = [index for index, word in enumerate(words) if word.endswith(".py")]
     if not scripts and "-m" in words[:-1]:
         words = _of_module(words)
         scripts = [0]
     if scripts:
-        at = scripts[0]
-        before = {name: value for name, value in map(_assignment, words[:at]) if name}
-        command = Command(words[at], (), before, _launched(words[:at]))
-        words = words[at + 1 :]
+        index = scripts[0]
+        environment = {name: value for name, value in map(_assignment, words[:index]) if name}
+        command = Command(words[index], (), environment, _launched(words[:index]))
+        words = words[index + 1 :]
     else:
         command = Command("pretrain_gpt.py", ())
     if words and not words[0].startswith("-"):
-        found = _of_file(Path(words[0]), command, words[1:], sources)
-        command = replace(found, script=command.script) if scripts else found
+        file_command = _of_file(Path(words[0]), command, words[1:], sources)
+        command = replace(file_command, script=command.script) if scripts else file_command
     else:
         command = replace(command, flags=tuple(words))
     _refuse_other_models(command)
@@ -254,11 +254,11 @@ _NODES, _PROCESSES = "--nnodes", "--nproc-per-node"
 
 def _launched(words: Sequence[str]) -> dict[str, str]:
     """Return torchrun's numbers of nodes and of processes per node, as given."""
-    found = {}
-    for word, after in pairwise((*words, "")):
+    options = {}
+    for word, next_word in pairwise((*words, "")):
         name, equals, value = word.partition("=")
-        found[name.replace("_", "-")] = value if equals else after
-    return {name: found[name] for name in (_NODES, _PROCESSES) if name in found}
+        options[name.replace("_", "-")] = value if equals else next_word
+    return {name: options[name] for name in (_NODES, _PROCESSES) if name in options}
 
 
 def launched_gpus(command: Command) -> tuple[int | None, str]:
@@ -266,13 +266,13 @@ def launched_gpus(command: Command) -> tuple[int | None, str]:
 
     The message is empty if neither torchrun's nor SLURM's options are given.
     """
-    given = command.launched
-    nodes, each = given.get(_NODES, "1"), given.get(_PROCESSES, "")
-    if nodes.isdigit() and each.isdigit():
-        return int(nodes) * int(each), ""
-    if not given:
+    options = command.launched
+    nodes, processes = options.get(_NODES, "1"), options.get(_PROCESSES, "")
+    if nodes.isdigit() and processes.isdigit():
+        return int(nodes) * int(processes), ""
+    if not options:
         return None, ""
-    shown = " ".join(f"{name} {value}" for name, value in given.items())
+    shown = " ".join(f"{name} {value}" for name, value in options.items())
     return None, (
         f"The number of GPUs is not known from {shown}: the minimum for the parallel sizes is "
         "assumed. Set it with --gpus."
@@ -285,10 +285,10 @@ _UNKNOWN = re.compile(r"\$\{?(\w+|[@*#?])[^\s}]*\}?|\$\([^)]*\)?|`[^`]*`?")
 
 def _check_variables(command: Command) -> None:
     """Raise ScheduleError if the flags still have variables of a shell."""
-    kept = command.without(FILES.__contains__).flags
+    flags = command.without(FILES.__contains__).flags
     values = [value for name, value in command.environment.items() if name.startswith(VARIABLES)]
-    found = [each for word in (*kept, *values) for each in _UNKNOWN.finditer(word)]
-    names = dict.fromkeys(f"${each[1]}" if each[1] else each[0] for each in found)
+    matches = [match for word in (*flags, *values) for match in _UNKNOWN.finditer(word)]
+    names = dict.fromkeys(f"${match[1]}" if match[1] else match[0] for match in matches)
     if names:
         raise ScheduleError(
             f"the command has variables without a value: {', '.join(names)}. Neither the script "
@@ -303,16 +303,16 @@ def _of_module(words: Sequence[str]) -> list[str]:
     Raises:
         ScheduleError: it is the module of another program.
     """
-    at = words.index("-m") + 1
-    name = words[at].rpartition(".")[2]
+    index = words.index("-m") + 1
+    name = words[index].rpartition(".")[2]
     if not name.startswith("pretrain_"):
-        raise ScheduleError(f"-m {words[at]} is no training script of Megatron-LM. {_INSTEAD}")
-    return [f"{name}.py", *words[at + 1 :]]
+        raise ScheduleError(f"-m {words[index]} is no training script of Megatron-LM. {_INSTEAD}")
+    return [f"{name}.py", *words[index + 1 :]]
 
 
 def _assignment(word: str) -> tuple[str, str]:
-    found = re.fullmatch(r"([A-Z][A-Z0-9_]*)=(.*)", word)
-    return (found[1], found[2]) if found else ("", "")
+    match = re.fullmatch(r"([A-Z][A-Z0-9_]*)=(.*)", word)
+    return (match[1], match[2]) if match else ("", "")
 
 
 def _refuse_other_models(command: Command) -> None:
@@ -325,19 +325,21 @@ def _refuse_other_models(command: Command) -> None:
             )
 
 
-def _of_file(path: Path, command: Command, more: Sequence[str], sources: bool) -> Command:
+def _of_file(path: Path, command: Command, extra_words: Sequence[str], sources: bool) -> Command:
     try:
         text = path.read_text()
     except OSError as error:
         raise ScheduleError(f"{path} cannot be read: {error.strerror or error}") from error
     if path.suffix in (".yaml", ".yml"):
-        command = _of_yaml(path, text, command, more)
+        command = _of_yaml(path, text, command, extra_words)
     elif path.suffix == ".json":
-        command = _of_json(path, text, command, more)
+        command = _of_json(path, text, command, extra_words)
     elif path.suffix in (".sh", ".bash", ".sbatch", ".slurm") or text.startswith("#!"):
-        given = [*takewhile(lambda word: not word.startswith("-"), more)]  # $1, $2 and so on
-        command = _of_shell(path, text, command, given, sources)
-        more = more[len(given) :]
+        parameters = [
+            *takewhile(lambda word: not word.startswith("-"), extra_words)
+        ]  # $1, $2 and so on
+        command = _of_shell(path, text, command, parameters, sources)
+        extra_words = extra_words[len(parameters) :]
     else:
         command = replace(command, flags=tuple(shlex.split(text, comments=True)))
     overrides = [word for word in command.flags if _OVERRIDE.match(word)]
@@ -346,7 +348,7 @@ def _of_file(path: Path, command: Command, more: Sequence[str], sources: bool) -
             f"{path} configures its run by {overrides[0]!r:.60} and similar overrides, which are "
             f"no flags of Megatron-LM. {_INSTEAD}"
         )
-    return replace(command, flags=(*command.flags, *more))
+    return replace(command, flags=(*command.flags, *extra_words))
 
 
 _INSTEAD = (
@@ -357,33 +359,35 @@ _OVERRIDE = re.compile(r"\+*\w+(\.\w+)+=")
 """An override of OmegaConf and Hydra, as in `train.global_batch_size=8`."""
 
 
-def _of_yaml(path: Path, text: str, command: Command, more: Sequence[str]) -> Command:
+def _of_yaml(path: Path, text: str, command: Command, extra_flags: Sequence[str]) -> Command:
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError:
         raise ScheduleError(f"to read {path}, pip install PyYAML") from None
     try:
-        found = yaml.safe_load(text)
+        content = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ScheduleError(f"{path} is not YAML: {fault_of(error)}") from None
-    if is_saved_config(found):
-        return _of_saved_config(found, command, more)
-    if isinstance(found, dict) and isinstance(found.get("model"), dict):
-        _refuse_other_models(_model_of(found))
+    if is_saved_config(content):
+        return _of_saved_config(content, command, extra_flags)
+    if isinstance(content, dict) and isinstance(content.get("model"), dict):
+        _refuse_other_models(_model_of(content))
         raise ScheduleError(
             f"{path} is a part of a Megatron-Bridge configuration: its _target_ is missing. Use "
             "the run_config.yaml of a checkpoint, or the file that ConfigContainer.to_yaml writes"
         )
-    given = found.get("MODEL_ARGS", found) if isinstance(found, dict) else None
-    if not isinstance(given, dict):
+    arguments = content.get("MODEL_ARGS", content) if isinstance(content, dict) else None
+    if not isinstance(arguments, dict):
         raise ScheduleError(
             f"{path} has no flags: MODEL_ARGS, as in Megatron-LM's functional tests, or flags alone"
         )
-    environment = {name: str(value) for name, value in (found.get("ENV_VARS") or {}).items()}
-    return Command(command.script, tuple(flags_of(given)), {**command.environment, **environment})
+    environment = {name: str(value) for name, value in (content.get("ENV_VARS") or {}).items()}
+    return Command(
+        command.script, tuple(flags_of(arguments)), {**command.environment, **environment}
+    )
 
 
-def _of_json(path: Path, text: str, command: Command, more: Sequence[str]) -> Command:
+def _of_json(path: Path, text: str, command: Command, extra_flags: Sequence[str]) -> Command:
     try:
         config = config_of_verl(json.loads(text))
     except ValueError as error:
@@ -393,27 +397,29 @@ def _of_json(path: Path, text: str, command: Command, more: Sequence[str]) -> Co
             f"{path} has no model of Megatron-Bridge. Use transformer_config.json of a checkpoint "
             "that verl saved, or run_config.yaml of one that Megatron-Bridge or NeMo-RL saved"
         )
-    return _of_saved_config(config, command, more)
+    return _of_saved_config(config, command, extra_flags)
 
 
-def _of_saved_config(found: Mapping[str, Any], command: Command, more: Sequence[str]) -> Command:
-    _refuse_other_models(_model_of(found))
-    return replace(command, flags=tuple(flags_of_config(found, more)))
+def _of_saved_config(
+    config: Mapping[str, Any], command: Command, extra_flags: Sequence[str]
+) -> Command:
+    _refuse_other_models(_model_of(config))
+    return replace(command, flags=tuple(flags_of_config(config, extra_flags)))
 
 
-def _model_of(found: Mapping[str, Any]) -> Command:
+def _model_of(config: Mapping[str, Any]) -> Command:
     """Return the class name of the configuration's model as a script name."""
-    target = str((found.get("model") or {}).get("_target_", ""))
+    target = str((config.get("model") or {}).get("_target_", ""))
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", target).replace(
         ".", "_"
     )
     return Command(words, ())
 
 
-def flags_of(given: Mapping[str, Any]) -> list[str]:
+def flags_of(values: Mapping[str, Any]) -> list[str]:
     """Return a mapping of flags to values as words; true adds a switch, false nothing."""
     words: list[str] = []
-    for name, value in given.items():
+    for name, value in values.items():
         flag = name if name.startswith("--") else "--" + name.replace("_", "-")
         if value is True or value == "true":
             words.append(flag)
@@ -424,7 +430,7 @@ def flags_of(given: Mapping[str, Any]) -> list[str]:
 
 def _words_of(value: Any) -> list[str]:
     if isinstance(value, list):
-        return [str(each) for each in value]
+        return [str(word) for word in value]
     text = str(value).strip()
     if text.startswith("[") and text.endswith("]"):
         return shlex.split(text[1:-1].replace(",", " "))
@@ -434,29 +440,34 @@ def _words_of(value: Any) -> list[str]:
 
 
 def _of_shell(
-    path: Path, text: str, command: Command, given: Sequence[str], sources: bool
+    path: Path, text: str, command: Command, parameters: Sequence[str], sources: bool
 ) -> Command:
     """Return the command of a shell script, without the flags of its launcher."""
-    numbered = {str(number): word for number, word in enumerate(given, 1)}
-    own = {"0": str(path), "BASH_SOURCE": str(path)}
+    numbered = {str(number): word for number, word in enumerate(parameters, 1)}
+    path_variables = {"0": str(path), "BASH_SOURCE": str(path)}
     sbatch = sbatch_words(text)
-    variables = {**SlurmSizes.of(sbatch).variables(), **command.environment, **own, **numbered}
-    read = ShellScript(text, variables, sourced=() if sources else None)
-    script, flags, launcher = read.command()
+    variables = {
+        **SlurmSizes.of(sbatch).variables(),
+        **command.environment,
+        **path_variables,
+        **numbered,
+    }
+    shell = ShellScript(text, variables, sourced=() if sources else None)
+    script, flags, launcher = shell.command()
     if not any(word.startswith("--") for word in flags):
         raise ScheduleError(
             f"{path} has no flags of Megatron-LM, neither in an array nor after a script's name. "
             f"Commands of other libraries, as in megatron sft, are not read. {_INSTEAD}"
         )
     environment = {
-        name: value for name, value in read.variables.items() if name.startswith(VARIABLES)
+        name: value for name, value in shell.variables.items() if name.startswith(VARIABLES)
     }
     slurm = SlurmSizes.of([*sbatch, *launcher])
     launched = _launched([*flags, *launcher])
     if not launched and slurm.processes:  # srun starts one process per GPU
         launched = {_NODES: slurm.nodes or "1", _PROCESSES: slurm.processes}
-    made = Command(script or command.script, tuple(flags), environment, launched)
-    return made.without(lambda flag: flag.startswith(_LAUNCHER))
+    shell_command = Command(script or command.script, tuple(flags), environment, launched)
+    return shell_command.without(lambda flag: flag.startswith(_LAUNCHER))
 
 
 _LAUNCHER = ("--nproc", "--nnodes", "--node", "--master", "--rdzv")
@@ -481,15 +492,15 @@ def without_files(command: Command, vocabulary: int | None = None) -> list[str]:
     Raises:
         ScheduleError: The vocabulary size is unknown.
     """
-    left = [_absolute(word) for word in command.without(FILES.__contains__).flags]
+    flags = [_absolute(word) for word in command.without(FILES.__contains__).flags]
     size = vocabulary or command.number("--vocab-size", 0) or _vocabulary(command)
-    left += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(size)]
-    left += ["--num-workers", "0", "--log-interval", "1", "--eval-iters", "0"]
+    flags += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(size)]
+    flags += ["--num-workers", "0", "--log-interval", "1", "--eval-iters", "0"]
     if not command.has("--lr"):
-        left += ["--lr", "1e-4", "--min-lr", "1e-5"]
+        flags += ["--lr", "1e-4", "--min-lr", "1e-5"]
     if not command.has("--train-iters") and not command.has("--train-samples"):
-        left += ["--train-iters", "100"]
-    return left
+        flags += ["--train-iters", "100"]
+    return flags
 
 
 def _absolute(word: str) -> str:
@@ -548,12 +559,13 @@ def sizes_of(command: Command, gpus: int | None) -> Sizes:
     pipeline = command.number("--pipeline-model-parallel-size", 1)
     experts = command.number("--expert-model-parallel-size", 1)
     expert_tensor = command.number("--expert-tensor-parallel-size", tensor)
-    least = pipeline * lcm(tensor * context, experts * expert_tensor)
-    world = gpus or least
-    if world % least:
+    min_gpus = pipeline * lcm(tensor * context, experts * expert_tensor)
+    world = gpus or min_gpus
+    if world % min_gpus:
         raise ScheduleError(
             f"{world} GPUs do not divide among TP {tensor} x CP {context} x PP {pipeline} and "
-            f"EP {experts} x ETP {expert_tensor}. Set the number in --gpus to a multiple of {least}"
+            f"EP {experts} x ETP {expert_tensor}. Set the number in --gpus to a multiple "
+            f"of {min_gpus}"
         )
     _check_batch(command, world // (tensor * context * pipeline))
     return Sizes(world, tensor, context, pipeline, command.has(STAGE_BEFORE_DATA))
@@ -575,21 +587,21 @@ def ranks_asked_for(text: str, pipeline: int) -> list[int]:
     Raises:
         ScheduleError: A rank does not exist.
     """
-    named = {"first": 0, "last": pipeline - 1}
-    found: list[int] = []
+    ranks_by_name = {"first": 0, "last": pipeline - 1}
+    ranks: list[int] = []
     for part in filter(None, text.split(",")):
         if part == "all":
-            found += range(pipeline)
-        elif part in named:
-            found.append(named[part])
+            ranks += range(pipeline)
+        elif part in ranks_by_name:
+            ranks.append(ranks_by_name[part])
         elif part.isdigit() and int(part) < pipeline:
-            found.append(int(part))
+            ranks.append(int(part))
         else:
             raise ScheduleError(
                 f"--ranks {part}: all, first, last or numbers from 0 to {pipeline - 1}, the ranks "
                 "of the pipeline"
             )
-    return sorted(set(found))
+    return sorted(set(ranks))
 
 
 _CHECKED = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_GRAPH_REGISTER", "CUDA_GRAPHS_USE_NODE_PRIORITY")
@@ -598,11 +610,13 @@ VARIABLES = ("NVTE_", "CUBLAS_", "CUDA_DEVICE_", "PYTORCH_", *_CHECKED)
 Megatron checks, such as NCCL_GRAPH_REGISTER with CUDA graphs and expandable segments."""
 
 
-def environment_of(command: Command, known: Iterable[str] = VARIABLES) -> dict[str, str]:
+def environment_of(command: Command, variables: Iterable[str] = VARIABLES) -> dict[str, str]:
     """Return the environment variables that affect the command's allocations."""
-    prefixes = tuple(known)
-    here = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
-    given = {
+    prefixes = tuple(variables)
+    process_environment = {
+        name: value for name, value in os.environ.items() if name.startswith(prefixes)
+    }
+    command_environment = {
         name: value for name, value in command.environment.items() if name.startswith(prefixes)
     }
-    return {**here, **given}
+    return {**process_environment, **command_environment}

@@ -55,8 +55,8 @@ class StoredResult:
         """Create the result for these arguments, as FakeTensorMode does."""
         if self.shape is None:
             assert self.argument is not None
-            given: FakeTensor = args[self.argument]
-            return given
+            argument: FakeTensor = args[self.argument]
+            return argument
         with _no_dispatch():
             if self.argument is None:
                 bare = _empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
@@ -64,12 +64,12 @@ class StoredResult:
                 bare = _empty_strided((), (), dtype=self.dtype, device=_META)
                 storage = args[self.argument].untyped_storage()
                 _set(bare, storage, self.offset, self.shape, self.stride)
-            made: FakeTensor = _subclass(
+            result: FakeTensor = _subclass(
                 FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=_CPU
             )
-        _warn_of_writes(made)
-        made.__dict__.update(self.state)
-        return made
+        _warn_of_writes(result)
+        result.__dict__.update(self.state)
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +83,13 @@ class Operation:
 
     def make(self, args: Sequence[Any]) -> tuple[Any, list[Tensor]]:
         """Create the results for these arguments; return them, and those with a new storage."""
-        made = [None if each is None else each.make(args) for each in self.results]
+        results = [None if stored is None else stored.make(args) for stored in self.results]
         new: list[Tensor] = [
             tensor
-            for tensor, each in zip(made, self.results, strict=True)
-            if tensor is not None and each is not None and each.argument is None
+            for tensor, stored in zip(results, self.results, strict=True)
+            if tensor is not None and stored is not None and stored.argument is None
         ]
-        return (made[0] if self.container is None else self.container(made)), new
+        return (results[0] if self.container is None else self.container(results)), new
 
 
 def key_of(func: Any, args: Sequence[Any], kwargs: Any) -> Key | None:
@@ -106,17 +106,17 @@ def key_of(func: Any, args: Sequence[Any], kwargs: Any) -> Key | None:
 
 def _add(parts: list[Any], values: Sequence[Any]) -> bool:
     """Append the properties of the values to the parts of a key, or return False."""
-    for each in values:
-        kind = type(each)
+    for value in values:
+        kind = type(value)
         if kind in _PLAIN:
-            parts += (kind, each)  # 1, 1.0 and True are equal
-        elif isinstance(each, FakeTensor):
-            if each.constant is not None or each.is_complex() or each.fake_device != _CPU:
+            parts += (kind, value)  # 1, 1.0 and True are equal
+        elif isinstance(value, FakeTensor):
+            if value.constant is not None or value.is_complex() or value.fake_device != _CPU:
                 return False
-            parts += (each.shape, each.stride(), each.dtype, each.storage_offset())
+            parts += (value.shape, value.stride(), value.dtype, value.storage_offset())
         elif kind is list or kind is tuple:
-            parts += (kind, len(each))
-            if not _add(parts, each):
+            parts += (kind, len(value))
+            if not _add(parts, value):
                 return False
         else:
             return False
@@ -127,18 +127,18 @@ def operation_of(
     func: Any, args: Sequence[Any], out: Any, moved_bytes: int, scratch: tuple[int, ...]
 ) -> Operation | None:
     """Return the recipe of these results for `Operation.make`, or None if they are not cached."""
-    if func.namespace != "aten" or any(each in func.tags for each in _NOT_CACHED):
+    if func.namespace != "aten" or any(tag in func.tags for tag in _NOT_CACHED):
         return None
     container = type(out) if type(out) in (list, tuple) else None
     outs = (out,) if container is None else out
     results: list[StoredResult | None] = []
-    for each in outs:
-        if each is not None and not _is_simple(each):
+    for result in outs:
+        if result is not None and not _is_simple(result):
             return None
-        found = None if each is None else _result_of(each, args)
-        if each is not None and found is None:
+        stored = None if result is None else _result_of(result, args)
+        if result is not None and stored is None:
             return None
-        results.append(found)
+        results.append(stored)
     return Operation(tuple(results), container, moved_bytes, scratch)
 
 
@@ -154,20 +154,26 @@ def _is_simple(out: Any) -> bool:
 
 def _result_of(out: Any, args: Sequence[Any]) -> StoredResult | None:
     storage = out.untyped_storage()._cdata
-    at = None
-    for index, each in enumerate(args):
-        if isinstance(each, (list, tuple)):  # the results of such operations share no storage
-            if any(isinstance(e, Tensor) and e.untyped_storage()._cdata == storage for e in each):
+    position = None
+    for index, argument in enumerate(args):
+        if isinstance(argument, (list, tuple)):  # the results of such operations share no storage
+            if any(
+                isinstance(e, Tensor) and e.untyped_storage()._cdata == storage for e in argument
+            ):
                 return None
-        elif each is out:
+        elif argument is out:
             return StoredResult(index, None, (), out.dtype, 0, {})
-        elif at is None and isinstance(each, Tensor) and each.untyped_storage()._cdata == storage:
-            at = index
+        elif (
+            position is None
+            and isinstance(argument, Tensor)
+            and argument.untyped_storage()._cdata == storage
+        ):
+            position = index
     size = out.storage_offset() + _elements(out)
-    if at is None and size * out.element_size() != out.untyped_storage().nbytes():
+    if position is None and size * out.element_size() != out.untyped_storage().nbytes():
         return None
     shape, stride = tuple(out.shape), tuple(out.stride())
-    return StoredResult(at, shape, stride, out.dtype, out.storage_offset(), dict(vars(out)))
+    return StoredResult(position, shape, stride, out.dtype, out.storage_offset(), dict(vars(out)))
 
 
 def _elements(out: Tensor) -> int:
@@ -203,19 +209,19 @@ def scratch_sizes(
 
 def _reduction(args: Sequence[Any], out: Tensor, multiprocessors: int) -> tuple[int, ...]:
     """Return the sizes of partial results and semaphores of blocks that share outputs."""
-    given: Tensor = args[0]
-    told = args[1] if len(args) > 1 and args[1] is not None else []
-    over = {each % given.dim() for each in told} or set(range(given.dim()))
-    dims = _dimensions(given, over)
+    tensor: Tensor = args[0]
+    reduced = args[1] if len(args) > 1 and args[1] is not None else []
+    over = {dim % tensor.dim() for dim in reduced} or set(range(tensor.dim()))
+    dims = _dimensions(tensor, over)
     outputs = max(1, out.numel())
-    inputs = given.numel() // outputs
-    kept = next((each for each in dims if not each[0]), None)
+    inputs = tensor.numel() // outputs
+    retained = next((dim for dim in dims if not dim[0]), None)
     # Whether neighboring threads of a block reduce to one output.
-    within = kept is None or (dims[0][0] and dims[0][1] < kept[1])
+    within = retained is None or (dims[0][0] and dims[0][1] < retained[1])
     vector = 1
     width, height = (inputs, outputs) if within else (outputs, inputs)
-    if kept is not None and not within and kept[1] == 1:
-        vector = _vector(kept[2], [each[1] for each in dims if each is not kept])
+    if retained is not None and not within and retained[1] == 1:
+        vector = _vector(retained[2], [dim[1] for dim in dims if dim is not retained])
         width //= vector
     elif within and dims and dims[0][1] == 1 and width >= 128 and sum(d[0] for d in dims) == 1:
         width //= 4
@@ -229,35 +235,39 @@ def _reduction(args: Sequence[Any], out: Tensor, multiprocessors: int) -> tuple[
     target = multiprocessors * (THREADS_AT_ONCE // (block_x * block_y))
     if values < VALUES[1] or grid > target:
         return ()  # no output is shared between blocks
-    least, most = (_parts(values, each) for each in reversed(VALUES))
-    blocks = max(min(_parts(target, grid), most), least)
+    min_blocks, max_blocks = (_parts(values, limit) for limit in reversed(VALUES))
+    blocks = max(min(_parts(target, grid), max_blocks), min_blocks)
     if blocks == 1:
         return ()
-    size = max(4, given.element_size()) * outputs * blocks
+    size = max(4, tensor.element_size()) * outputs * blocks
     return (size if within else size * block_x * vector), 4 * grid
 
 
-def _dimensions(given: Tensor, over: set[int]) -> list[tuple[bool, int, int]]:
+def _dimensions(tensor: Tensor, over: set[int]) -> list[tuple[bool, int, int]]:
     """Return (reduced, stride, size), reduced dimensions first, with adjacent dimensions merged."""
-    found: list[tuple[bool, int, int]] = []
-    strides = zip(given.stride(), given.shape, range(given.dim()), strict=True)
-    ordered = sorted((at not in over, stride, size) for stride, size, at in strides if size > 1)
-    for kept, stride, size in ordered:
-        if found and found[-1][0] is not kept and stride == found[-1][1] * found[-1][2]:
-            found[-1] = not kept, found[-1][1], found[-1][2] * size
+    dimensions: list[tuple[bool, int, int]] = []
+    strides = zip(tensor.stride(), tensor.shape, range(tensor.dim()), strict=True)
+    ordered = sorted((dim not in over, stride, size) for stride, size, dim in strides if size > 1)
+    for is_kept, stride, size in ordered:
+        if (
+            dimensions
+            and dimensions[-1][0] is not is_kept
+            and stride == dimensions[-1][1] * dimensions[-1][2]
+        ):
+            dimensions[-1] = not is_kept, dimensions[-1][1], dimensions[-1][2] * size
         else:
-            found.append((not kept, stride, size))
-    return found
+            dimensions.append((not is_kept, stride, size))
+    return dimensions
 
 
 def _vector(size: int, strides: Sequence[int]) -> int:
     """Return the number of outputs that a thread reads at once."""
-    return next(n for n in (4, 2, 1) if not any(each % n for each in (size, *strides)))
+    return next(n for n in (4, 2, 1) if not any(number % n for number in (size, *strides)))
 
 
 def _block(width: int, height: int, threads: int) -> tuple[int, int]:
     """Return a block's threads in both dimensions."""
-    x, y = (threads if each >= threads else _power(each) for each in (width, height))
+    x, y = (threads if size >= threads else _power(size) for size in (width, height))
     block_y = min(y, threads // min(x, WARP))
     return min(x, threads // block_y), block_y
 
@@ -285,8 +295,8 @@ def _embedding(args: Sequence[Any], out: Tensor, _: int) -> tuple[int, ...]:
 _ATEN = torch.ops.aten
 _SIZES: dict[Any, Callable[[Sequence[Any], Any, int], tuple[int, ...]]] = {
     _ATEN.sum.dim_IntList: _reduction,
-    _ATEN.sum.default: lambda args, *rest: _reduction(args[:1], *rest),
+    _ATEN.sum.default: lambda args, *sizing: _reduction(args[:1], *sizing),
     _ATEN.mean.dim: _reduction,
-    _ATEN.mean.default: lambda args, *rest: _reduction(args[:1], *rest),
+    _ATEN.mean.default: lambda args, *sizing: _reduction(args[:1], *sizing),
     _ATEN.embedding_dense_backward.default: _embedding,
 }

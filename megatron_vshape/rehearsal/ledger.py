@@ -74,7 +74,7 @@ class PassRecord(NamedTuple):
     most_bytes: int
     after_bytes: int
     clock: int  # at the start
-    before: Work  # of the step before the pass
+    work_before: Work  # of the step before the pass
 
 
 class Ledger(TorchDispatchMode):
@@ -147,8 +147,8 @@ class Ledger(TorchDispatchMode):
             self._change(copy.size)
 
     def _end(self, record: Record) -> None:
-        for each in self._copies.pop(id(record), ()):
-            self._end(each)
+        for copy in self._copies.pop(id(record), ()):
+            self._end(copy)
         record.died = self.clock
         self.pool -= record.size * record.graphed
         self._change(-record.size)
@@ -170,14 +170,14 @@ class Ledger(TorchDispatchMode):
         """Return whether the tensor is in host memory."""
         if not isinstance(tensor, FakeTensor):
             return False
-        found = self._live.get(tensor.untyped_storage()._cdata)
-        return found is not None and found[1] is None
+        entry = self._live.get(tensor.untyped_storage()._cdata)
+        return entry is not None and entry[1] is None
 
     def name(self, tensor: Tensor, what: str) -> None:
         """Set the purpose of a storage."""
-        found = self._live.get(tensor.untyped_storage()._cdata)
-        if found is not None and found[1] is not None and found[1] is not _EMPTY:
-            found[1].what = what
+        entry = self._live.get(tensor.untyped_storage()._cdata)
+        if entry is not None and entry[1] is not None and entry[1] is not _EMPTY:
+            entry[1].what = what
 
     def add_temporary(self, *sizes: int) -> None:
         """Count temporary memory of a kernel, allocated in addition to all of its results."""
@@ -188,9 +188,9 @@ class Ledger(TorchDispatchMode):
             return
         # Allocated and freed at once: they affect the peak and the replay of the allocator.
         records = [self._record(rounded(size), ()) for size in sizes]
-        self._change(sum(each.size for each in records))
-        for each in records:
-            self._end(each)
+        self._change(sum(record.size for record in records))
+        for record in records:
+            self._end(record)
 
     def add_permanent(self, size: int, what: str) -> None:
         """Count permanent memory that no Python tensor owns."""
@@ -223,7 +223,7 @@ class Ledger(TorchDispatchMode):
 
     def held_at(self, clock: int) -> list[Record]:
         """Return the storages that were allocated at this clock."""
-        return [each for each in self.records if each.born < clock <= each.died]
+        return [record for record in self.records if record.born < clock <= record.died]
 
     # ---- where things are made ----
 
@@ -234,9 +234,9 @@ class Ledger(TorchDispatchMode):
     def _end_kernel(self) -> None:
         self._inside -= 1
         if not self._inside:
-            for each in self.records[self._kernel_start :]:
+            for record in self.records[self._kernel_start :]:
                 # Registers or shared memory in the real kernel; its results outlive it.
-                each.fused = each.died < NEVER
+                record.fused = record.died < NEVER
             self.mark()
             sizes, self._beside = self._beside, ()
             self.add_temporary(*sizes)
@@ -252,22 +252,24 @@ class Ledger(TorchDispatchMode):
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Set the phase of allocations in this context, and record the memory at both ends."""
-        before, self.phase = self.phase, phase
+        outer_phase, self.phase = self.phase, phase
         outer = self._local, self._local_at
         # The phase's peak starts from the current memory.
         self._local, self._local_at = self.now, self.clock
-        begun, earlier, before_bytes = self.seconds(self.work), self.work.copy(), self.now
+        start_seconds, earlier, before_bytes = self.seconds(self.work), self.work.copy(), self.now
         clock = self.clock
-        self.curve.append((begun, self.now, self.clock))
+        self.curve.append((start_seconds, self.now, self.clock))
         try:
             yield
         finally:
-            ended = self.seconds(self.work)
-            largest = (begun + ended) / 2, self._local, self._local_at
-            self.curve += [largest, (ended, self.now, self.clock)]
-            did, held = self.work.less(earlier), (before_bytes, self._local, self.now)
-            self.passes.append(PassRecord(phase, begun, ended, did, *held, clock, earlier))
-            self.phase = before
+            end_seconds = self.seconds(self.work)
+            largest = (start_seconds + end_seconds) / 2, self._local, self._local_at
+            self.curve += [largest, (end_seconds, self.now, self.clock)]
+            did, memory = self.work.less(earlier), (before_bytes, self._local, self.now)
+            self.passes.append(
+                PassRecord(phase, start_seconds, end_seconds, did, *memory, clock, earlier)
+            )
+            self.phase = outer_phase
             # Phases are nested: the peak of the outer one includes this one's.
             self._local, self._local_at = max(outer, (self._local, self._local_at))
 
@@ -279,16 +281,18 @@ class Ledger(TorchDispatchMode):
 
     # ---- work ----
 
-    def product(self, number_format: str, rows: int, inner: int, columns: int, at: int = 1) -> None:
-        """Count a GEMM, or a kernel with `at` GEMMs of this size."""
-        key = (number_format, rows, inner, columns, at)
+    def product(
+        self, number_format: str, rows: int, inner: int, columns: int, gemms: int = 1
+    ) -> None:
+        """Count a GEMM, or a kernel with `gemms` GEMMs of this size."""
+        key = (number_format, rows, inner, columns, gemms)
         self.work.products[key] = self.work.products.get(key, 0) + 1
         self.work.kernels += 1
 
     def attention(self, flops: float, number_format: str) -> None:
         """Count the FLOPs of attention."""
-        known = self.work.attention_flops
-        known[number_format] = known.get(number_format, 0.0) + flops
+        flops_by_format = self.work.attention_flops
+        flops_by_format[number_format] = flops_by_format.get(number_format, 0.0) + flops
         self.work.kernels += 1
 
     def cublas(self) -> None:
@@ -318,20 +322,27 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # most calls: autograd asks for it
             return _META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
-        wrapped = next((each for each in types if each not in _FAKE and _is_quantized(each)), None)
+        wrapped = next(
+            (
+                tensor_type
+                for tensor_type in types
+                if tensor_type not in _FAKE and _is_quantized(tensor_type)
+            ),
+            None,
+        )
         if wrapped is not None:  # its inner operations must be counted, too
             # Modes are off inside their dispatch function.
             with self:
                 return wrapped.__torch_dispatch__(func, types, args, kwargs or {})
         key = key_of(func, args, kwargs)
         # Without a key, an argument such as `out` or a constant matters: torch infers each call.
-        known = self._known.get(key) if key is not None else None
-        if known is None:
+        operation = self._known.get(key) if key is not None else None
+        if operation is None:
             return self._infer(func, args, kwargs, key)
-        out, made = known.make(args)
-        on_host = bool(made) and self._add_all(func, made, args, kwargs)
+        out, new_tensors = operation.make(args)
+        on_host = bool(new_tensors) and self._add_all(func, new_tensors, args, kwargs)
         if not (self._inside or on_host):
-            self._run(func, args, known.scratch, known.moved_bytes, bool(made))
+            self._run(func, args, operation.scratch, operation.moved_bytes, bool(new_tensors))
         return out
 
     def _infer(self, func: Any, args: Any, kwargs: Any, key: Key | None) -> Any:
@@ -348,18 +359,18 @@ class Ledger(TorchDispatchMode):
             operation = operation_of(func, args, out, moved, scratch)
             if operation is not None:
                 self._known[key] = operation
-        made = [each for each in tensors_in((out,)) if not self._knows(each)]
-        on_host = bool(made) and self._add_all(func, made, args, kwargs)
+        new_tensors = [tensor for tensor in tensors_in((out,)) if not self._knows(tensor)]
+        on_host = bool(new_tensors) and self._add_all(func, new_tensors, args, kwargs)
         if not (self._inside or on_host):
-            self._run(func, args, scratch, moved, bool(made))
+            self._run(func, args, scratch, moved, bool(new_tensors))
         return out
 
-    def _add_all(self, func: Any, made: list[Tensor], args: Any, kwargs: Any) -> bool:
+    def _add_all(self, func: Any, new_tensors: list[Tensor], args: Any, kwargs: Any) -> bool:
         """Add the new storages of an operation, and return whether they are in host memory."""
         on_host = self._lands_on_host(args, kwargs)
-        for each in made:
-            self.add(each, on_host)
-        self._tell_logits(func in GEMMS, made, args)
+        for tensor in new_tensors:
+            self.add(tensor, on_host)
+        self._mark_logits(func in GEMMS, new_tensors, args)
         return on_host
 
     def _run(
@@ -382,38 +393,38 @@ class Ledger(TorchDispatchMode):
         if self._device:
             return self._device == _HOST
         # As in torch, an operation on host tensors alone has its results on the host.
-        given = list(tensors_in((*args, *(kwargs or {}).values())))
-        return bool(given) and all(map(self.is_on_host, given))
+        tensors = list(tensors_in((*args, *(kwargs or {}).values())))
+        return bool(tensors) and all(map(self.is_on_host, tensors))
 
-    def _tell_logits(self, product: bool, made: list[Tensor], args: Any) -> None:
+    def _mark_logits(self, is_gemm: bool, new_tensors: list[Tensor], args: Any) -> None:
         """Mark logits: the result of the output layer's GEMM, and later tensors of its size."""
         at_output = self.place.endswith(OUTPUT_LAYER) or self.phase.startswith("S ")
-        if not (product and at_output or self._has_logits):
+        if not (is_gemm and at_output or self._has_logits):
             return
         # A GEMM with logits as input is the output layer's backward: its results are no logits.
-        sizes = {each.numel() for each in tensors_in(args) if self._is_logits(each)}
-        for each in made:
-            if (at_output and not sizes) if product else each.numel() in sizes:
-                self.name(each, "logits")
+        sizes = {tensor.numel() for tensor in tensors_in(args) if self._is_logits(tensor)}
+        for tensor in new_tensors:
+            if (at_output and not sizes) if is_gemm else tensor.numel() in sizes:
+                self.name(tensor, "logits")
                 self._has_logits = True
 
     def _is_logits(self, tensor: Tensor) -> bool:
         if not self._has_logits or not isinstance(tensor, FakeTensor):
             return False
-        found = self._live.get(tensor.untyped_storage()._cdata)
-        return found is not None and found[1] is not None and found[1].what == "logits"
+        entry = self._live.get(tensor.untyped_storage()._cdata)
+        return entry is not None and entry[1] is not None and entry[1].what == "logits"
 
     def _gemm(self, args: Any) -> None:
         self.cublas()
         # `addmm` and `baddbmm` have a bias first.
-        *_, left, right = (each for each in args if isinstance(each, Tensor))
-        batch = left.shape[0] if left.dim() == 3 else 1
-        rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
-        if left.dim() == 3:
+        *_, lhs, rhs = (argument for argument in args if isinstance(argument, Tensor))
+        batch = lhs.shape[0] if lhs.dim() == 3 else 1
+        rows, inner, columns = lhs.shape[-2], lhs.shape[-1], rhs.shape[-1]
+        if lhs.dim() == 3:
             # In Megatron's models, batched GEMMs are those of unfused attention.
-            self.attention(2.0 * batch * rows * inner * columns, str(left.dtype)[6:])
+            self.attention(2.0 * batch * rows * inner * columns, str(lhs.dtype)[6:])
         else:
-            self.product(str(left.dtype).removeprefix("torch."), rows, inner, columns)
+            self.product(str(lhs.dtype).removeprefix("torch."), rows, inner, columns)
 
 
 _HOST, _GPU, _OUTSIDE = 1, 2, 3
@@ -464,16 +475,16 @@ def rounded(size: int) -> int:
 
 
 def _bytes_of(values: Any) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors_in(values))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(values))
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested lists."""
-    for each in values:
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, list | tuple):
-            yield from tensors_in(each)
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
 
 
 _OURS = ("/megatron_vshape/", "/torch/")
@@ -494,9 +505,9 @@ def _code() -> str:
 @functools.cache
 def _library_file(name: str) -> str:
     """Return the path of a file within Megatron or Transformer Engine, or an empty string."""
-    if any(each in name for each in _OURS):
+    if any(part in name for part in _OURS):
         return ""
-    if not any(each in name for each in ("megatron", "transformer_engine/")):
+    if not any(part in name for part in ("megatron", "transformer_engine/")):
         return ""
     return name.split("/megatron/")[-1].split("transformer_engine/")[-1]
 
@@ -509,13 +520,13 @@ def fused(ledger: Ledger, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        before = [(each, each._version) for each in args if isinstance(each, Tensor)]
+        versions = [(tensor, tensor._version) for tensor in args if isinstance(tensor, Tensor)]
         with ledger.kernel():
             out = function(*args, **kwargs)
         copied = sum(
-            each.numel() * each.element_size()
-            for each, version in before
-            if each._version != version
+            tensor.numel() * tensor.element_size()
+            for tensor, version in versions
+            if tensor._version != version
         )
         if copied:
             ledger.add_temporary(copied)

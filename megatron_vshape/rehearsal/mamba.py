@@ -62,18 +62,18 @@ class _Scan:
         """Return the number of partial sums over a group's heads, which fill the GPU."""
         units = torch.cuda.get_device_properties(0).multi_processor_count
         heads = self.heads // self.groups
-        each = max(min(ceil(self.batch * self.chunks * self.heads / units), heads), 1)
-        return ceil(heads / each)
+        heads_per_split = max(min(ceil(self.batch * self.chunks * self.heads / units), heads), 1)
+        return ceil(heads / heads_per_split)
 
-    def steps(self, *more: int) -> Tensor:
-        return _wide(self.batch, self.heads, self.chunks, *more, self.chunk)
+    def steps(self, *dims: int) -> Tensor:
+        return _wide(self.batch, self.heads, self.chunks, *dims, self.chunk)
 
     def states(self, dtype: torch.dtype) -> Tensor:
         shape = (self.batch, self.chunks, self.heads, self.head, self.state)
         return torch.empty(shape, dtype=dtype, device="cuda")
 
-    def squares(self, *more: int) -> Tensor:
-        return _wide(self.batch, self.chunks, *more, self.groups, self.chunk, self.chunk)
+    def squares(self, *dims: int) -> Tensor:
+        return _wide(self.batch, self.chunks, *dims, self.groups, self.chunk, self.chunk)
 
     def forward(self, x: Tensor, gated: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the output and the tensor saved for backward; they differ if gated."""
@@ -86,9 +86,9 @@ class _Scan:
         squares = self.squares()
         shape = (self.batch, self.tokens, self.heads, self.head)
         out = torch.empty(shape, dtype=x.dtype, device="cuda")
-        kept = torch.empty_like(out) if gated else out
+        saved = torch.empty_like(out) if gated else out
         del steps, states, last, squares
-        return out, kept
+        return out, saved
 
     def backward(self, x: Tensor, gated: bool, dtype: torch.dtype) -> None:
         """Allocate and free the temporary tensors of the backward."""
@@ -133,24 +133,24 @@ class _SplitScan(torch.autograd.Function):
     """The convolution and the scan of a layer; saves its input and the scan's output."""
 
     @staticmethod
-    def forward(ctx: Any, mixed: Tensor, weight: Tensor, *given: Any) -> Tensor:
-        bias, d_bias, a, d, scan, dtype = given
-        out, kept = scan.forward(_convolved(mixed, weight), True, dtype)
+    def forward(ctx: Any, mixed: Tensor, weight: Tensor, *inputs: Any) -> Tensor:
+        bias, d_bias, a, d, scan, dtype = inputs
+        out, saved = scan.forward(_convolved(mixed, weight), True, dtype)
         ctx.scan, ctx.dtype = scan, dtype
-        ctx.save_for_backward(mixed, weight, bias, kept, a, d, d_bias)
+        ctx.save_for_backward(mixed, weight, bias, saved, a, d, d_bias)
         flat: Tensor = out.view(*out.shape[:2], -1)
         return flat
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        mixed, weight, bias, kept, a, d, d_bias = ctx.saved_tensors
+        mixed, weight, bias, saved, a, d, d_bias = ctx.saved_tensors
         convolved = _convolved(mixed, weight)
         d_mixed = torch.empty_like(mixed)
         d_convolved = torch.empty_like(convolved)
         ctx.scan.backward(grad, True, ctx.dtype)
         del convolved, d_convolved
-        grads = [torch.empty_like(each, dtype=torch.float32) for each in (weight, bias)]
-        small = [torch.empty_like(each) for each in (d_bias, a, d)]
+        grads = [torch.empty_like(parameter, dtype=torch.float32) for parameter in (weight, bias)]
+        small = [torch.empty_like(parameter) for parameter in (d_bias, a, d)]
         return d_mixed, *grads, *small, None, None
 
 
@@ -185,26 +185,26 @@ def mamba_split_conv1d_scan_combined(
     scan = _Scan(batch, tokens, heads, head, ngroups, state, chunk_size)
     dtype = state_dtype or zxbcdt.dtype
     small = (conv1d_bias, dt_bias, A, D)
-    made: Tensor = _SplitScan.apply(zxbcdt, conv1d_weight, *small, scan, dtype)
-    return made
+    output: Tensor = _SplitScan.apply(zxbcdt, conv1d_weight, *small, scan, dtype)
+    return output
 
 
 class _ChunkScan(torch.autograd.Function):
     """The scan alone; saves its inputs and output, and the time steps in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, scan: _Scan, dtype: torch.dtype, *given: Tensor | None) -> Tensor:
-        x: Any = given[0]
-        out, kept = scan.forward(x, given[-1] is not None, dtype)
+    def forward(ctx: Any, scan: _Scan, dtype: torch.dtype, *inputs: Tensor | None) -> Tensor:
+        x: Any = inputs[0]
+        out, saved = scan.forward(x, inputs[-1] is not None, dtype)
         ctx.scan, ctx.dtype = scan, dtype
-        ctx.save_for_backward(kept, scan.steps(), *given)
+        ctx.save_for_backward(saved, scan.steps(), *inputs)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        _, _, *given = ctx.saved_tensors
-        grads = [None if each is None else torch.empty_like(each) for each in given]
-        ctx.scan.backward(grad, given[-1] is not None, ctx.dtype)
+        _, _, *inputs = ctx.saved_tensors
+        grads = [None if tensor is None else torch.empty_like(tensor) for tensor in inputs]
+        ctx.scan.backward(grad, inputs[-1] is not None, ctx.dtype)
         return None, None, *grads
 
 
@@ -224,9 +224,9 @@ def mamba_chunk_scan_combined(
     """Return [batch, tokens, heads, channels of a head]."""
     batch, tokens, heads, head = x.shape
     scan = _Scan(batch, tokens, heads, head, B.shape[2], B.shape[3], chunk_size)
-    given = (x, dt, A, B, C, D, dt_bias, z)
-    made: Tensor = _ChunkScan.apply(scan, state_dtype or C.dtype, *given)
-    return made
+    inputs = (x, dt, A, B, C, D, dt_bias, z)
+    output: Tensor = _ChunkScan.apply(scan, state_dtype or C.dtype, *inputs)
+    return output
 
 
 class _Convolution(torch.autograd.Function):
@@ -238,7 +238,10 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, weight, bias = ctx.saved_tensors
-        wide = [each if each is None else _wide(*each.shape) for each in (weight, bias)]
+        wide = [
+            parameter if parameter is None else _wide(*parameter.shape)
+            for parameter in (weight, bias)
+        ]
         return torch.empty_like(x), *wide
 
 
@@ -246,8 +249,8 @@ def causal_conv1d_fn(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *unused: Any, **options: Any
 ) -> Tensor:
     """Return a tensor of the input's shape."""
-    made: Tensor = _Convolution.apply(x, weight, bias)
-    return made
+    output: Tensor = _Convolution.apply(x, weight, bias)
+    return output
 
 
 class _GatedNorm(torch.autograd.Function):
@@ -291,5 +294,5 @@ class GatedNorm(torch.nn.Module):
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """Return a tensor like `x`."""
         groups = x.shape[-1] // (self.group_size or x.shape[-1])
-        made: Tensor = _GatedNorm.apply(x, self.weight, z, groups)
-        return made
+        output: Tensor = _GatedNorm.apply(x, self.weight, z, groups)
+        return output

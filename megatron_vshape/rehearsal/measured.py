@@ -25,23 +25,23 @@ def measure_all(
     A job has the script, its flags (a list), the world size, the rank, the environment and, as
     `schedule`, whether the flags have --pipeline-schedule.
     """
-    waiting = deque(_start(megatron) for _ in jobs[:AHEAD])
+    processes = deque(_start(megatron) for _ in jobs[:AHEAD])
     try:
-        for at, job in enumerate(jobs):
-            process = waiting.popleft()
-            if at + AHEAD < len(jobs):
-                waiting.append(_start(megatron))
+        for index, job in enumerate(jobs):
+            process = processes.popleft()
+            if index + AHEAD < len(jobs):
+                processes.append(_start(megatron))
             try:
-                text, said = process.communicate(json.dumps(job) + "\n", timeout_s)
+                text, errors = process.communicate(json.dumps(job) + "\n", timeout_s)
             except subprocess.TimeoutExpired:
-                text, said = "", f"no result after {timeout_s:g} s"
+                text, errors = "", f"no result after {timeout_s:g} s"
             finally:
                 process.kill()
                 process.wait()
             lines = text.strip().splitlines()
-            yield json.loads(lines[-1]) if lines else {"error": _last_lines(said)}
+            yield json.loads(lines[-1]) if lines else {"error": _last_lines(errors)}
     finally:
-        for process in waiting:
+        for process in processes:
             process.kill()
 
 
@@ -58,14 +58,14 @@ def _start(megatron: Path | None) -> subprocess.Popen[str]:
     )
 
 
-def _last_lines(said: str) -> str:
-    return "\n".join(said.strip().splitlines()[-8:]) or "the process ended without a message"
+def _last_lines(errors: str) -> str:
+    return "\n".join(errors.strip().splitlines()[-8:]) or "the process ended without a message"
 
 
-def row_of(each: Mapping[str, Any]) -> str:
+def row_of(result: Mapping[str, Any]) -> str:
     """Format the passes of a measured rank: times and, on a GPU, the memory that each pass adds."""
     return "; ".join(
-        f"{one['kind']}{one['chunk']} {one['ms']:.2f} ms"
-        + (f" {one['adds_bytes'] / 2**20:+.0f} MiB" if each["on_gpu"] else "")
-        for one in each["kinds"]
+        f"{kind['kind']}{kind['chunk']} {kind['ms']:.2f} ms"
+        + (f" {kind['adds_bytes'] / 2**20:+.0f} MiB" if result["on_gpu"] else "")
+        for kind in result["kinds"]
     )

@@ -59,11 +59,11 @@ class Watched:
         """Set the model up."""
         from megatron.training import get_args
 
-        made = call(*args, **kwargs)
+        result = call(*args, **kwargs)
         get_args().train_iters = max(get_args().train_iters or 0, self.steps + 1)
-        self.chunks = {id(chunk): at for at, chunk in enumerate(made[0])}
-        self.parameters = sum(p.numel() for chunk in made[0] for p in chunk.parameters())
-        return made
+        self.chunks = {id(chunk): index for index, chunk in enumerate(result[0])}
+        self.parameters = sum(p.numel() for chunk in result[0] for p in chunk.parameters())
+        return result
 
     def train_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step, or end the program after the last one."""
@@ -96,14 +96,14 @@ class Watched:
         """Run a pass; record its start and end, and the memory that it adds and needs meanwhile."""
         start, end = (self.cuda.Event(enable_timing=True) for _ in range(2))
         self._reset_peak()
-        before = self.cuda.memory_allocated()
+        start_bytes = self.cuda.memory_allocated()
         start.record()
         try:
             return call()
         finally:
             end.record()
-            adds = self.cuda.memory_allocated() - before
-            meanwhile = self.cuda.max_memory_allocated() - before
+            adds = self.cuda.memory_allocated() - start_bytes
+            meanwhile = self.cuda.max_memory_allocated() - start_bytes
             self.passes.append((name, chunk, start, end, adds, meanwhile))
 
     def of_megatron(self, name: str) -> Callable[..., Any]:
@@ -142,12 +142,12 @@ class Watched:
                 {
                     "kind": name,
                     "chunk": chunk,
-                    "number": len(found) // max(self.steps - WARM_UP, 1),
-                    "ms": statistics.median(ms for ms, *_ in found),
-                    "adds_bytes": statistics.median(size for _, size, _ in found),
-                    "meanwhile_bytes": statistics.median(size for *_, size in found),
+                    "number": len(runs) // max(self.steps - WARM_UP, 1),
+                    "ms": statistics.median(ms for ms, *_ in runs),
+                    "adds_bytes": statistics.median(size for _, size, _ in runs),
+                    "meanwhile_bytes": statistics.median(size for *_, size in runs),
                 }
-                for (name, chunk), found in sorted(kinds.items())
+                for (name, chunk), runs in sorted(kinds.items())
             ],
         }
 
@@ -194,9 +194,9 @@ def _let_exchanges_write() -> None:
         (("all_to_all_single",), _scatter),
     ):
         for name in names:
-            made = writing(getattr(dist, name), write)
+            replacement = writing(getattr(dist, name), write)
             for module in (dist, c10d):
-                setattr(module, name, made)
+                setattr(module, name, replacement)
 
 
 def _receive(tensor: Any, *unused: Any, **options: Any) -> None:
@@ -205,28 +205,28 @@ def _receive(tensor: Any, *unused: Any, **options: Any) -> None:
 
 
 def _gather(*args: Any, **options: Any) -> None:
-    output, given = _both(("output_tensor", "input_tensor"), args, options)
-    if not _is_part(output, given):
-        output.view(-1, *given.shape).copy_(given)
+    output, source = _both(("output_tensor", "input_tensor"), args, options)
+    if not _is_part(output, source):
+        output.view(-1, *source.shape).copy_(source)
 
 
 def _scatter(*args: Any, **options: Any) -> None:
-    output, given = _both(("output", "input"), args, options)
-    if _is_part(output, given):
+    output, source = _both(("output", "input"), args, options)
+    if _is_part(output, source):
         return
-    if output.shape[0] <= given.shape[0]:
-        output.copy_(given[: output.shape[0]])
+    if output.shape[0] <= source.shape[0]:
+        output.copy_(source[: output.shape[0]])
     else:
         _receive(output)
 
 
 def _both(names: Sequence[str], args: Sequence[Any], options: Mapping[str, Any]) -> list[Any]:
-    return [options[name] if name in options else args[at] for at, name in enumerate(names)]
+    return [options[name] if name in options else args[index] for index, name in enumerate(names)]
 
 
-def _is_part(output: Any, given: Any) -> bool:
+def _is_part(output: Any, source: Any) -> bool:
     """Return whether one tensor is part of the other, which then has its values."""
-    return bool(output.untyped_storage().data_ptr() == given.untyped_storage().data_ptr())
+    return bool(output.untyped_storage().data_ptr() == source.untyped_storage().data_ptr())
 
 
 def run_rank(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -328,11 +328,11 @@ def main() -> None:
     line = sys.stdin.readline()
     if line:
         try:
-            found = run_rank(json.loads(line))
+            result = run_rank(json.loads(line))
         except Exception as error:
             traceback.print_exc()
-            found = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
-        print(json.dumps(found), file=out, flush=True)
+            result = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
+        print(json.dumps(result), file=out, flush=True)
         os._exit(0)  # some threads wait for other ranks
 
 

@@ -44,12 +44,12 @@ def layers_of_command(command: Command, num_layers: int, ranks: int) -> Megatron
     counted = num_layers + sum(ends)
     chunks = command.number("--num-virtual-stages-per-pipeline-rank", 1)
     stage_text = f" with {chunks} stages each" if chunks > 1 else ""
-    rest = 0
+    remainder = 0
     if size := command.number("--num-layers-per-virtual-pipeline-stage", 0):
-        chunks, rest = max(1, counted // (size * ranks)), counted % (size * ranks)
+        chunks, remainder = max(1, counted // (size * ranks)), counted % (size * ranks)
         stage_text = f" with stages of {size} layers"
     per_rank = _layers_of_ranks(command, counted, ranks)
-    if rest or not per_rank or any(count % chunks for count in per_rank):
+    if remainder or not per_rank or any(count % chunks for count in per_rank):
         with_ends = ", with embedding and loss," if any(ends) else ""
         reason = f"{counted} layers{with_ends} do not divide among {ranks} pipeline ranks"
         return MegatronLayers(megatrons_name(chunks), None, reason + stage_text)
@@ -62,11 +62,11 @@ def layers_of_command(command: Command, num_layers: int, ranks: int) -> Megatron
 def _layers_of_ranks(command: Command, num_layers: int, ranks: int) -> list[int]:
     """Divide the layers among pipeline ranks as Megatron does; empty if it rejects them."""
     first, last = (command.number(flag, 0) for flag in ENDS_OF_RANKS)
-    others = ranks - (first > 0) - (last > 0)
-    each, rest = divmod(num_layers - first - last, others or 1)
-    if rest or each < 0 or (each and not others):
+    middle_ranks = ranks - (first > 0) - (last > 0)
+    layers_per_rank, remainder = divmod(num_layers - first - last, middle_ranks or 1)
+    if remainder or layers_per_rank < 0 or (layers_per_rank and not middle_ranks):
         return []
-    return [first or each, *[each] * (ranks - 2), last or each]
+    return [first or layers_per_rank, *[layers_per_rank] * (ranks - 2), last or layers_per_rank]
 
 
 def flags_of_layers(layers: Sequence[int], ranks: int, command: Command) -> list[str]:

@@ -63,18 +63,20 @@ def _watching(begin: Callable[[Any], None], watch: Watch) -> Callable[[Any], Non
     """Wrap the start of a program's run so that all pass handlers report to `watch`."""
 
     def begin_watched(run: Any) -> None:
-        def told(call: Callable[[Pass], None] | None, name: str, work: Pass, at: Any) -> None:
-            watch(lambda stage, microbatch: call and call(work), name)(run.stages[work.stage], at)
+        def report_pass(
+            call: Callable[[Pass], None] | None, name: str, work: Pass, index: Any
+        ) -> None:
+            watch(lambda stage, index: call and call(work), name)(run.stages[work.stage], index)
 
         def watched(kind: Kind, handler: Handler) -> Handler:
             return handler._replace(
-                run=lambda work: told(handler.run, kind, work, work.microbatch),
-                join=handler.join and (lambda work: told(handler.join, "join", work, work)),
+                run=lambda work: report_pass(handler.run, kind, work, work.microbatch),
+                join=handler.join and (lambda work: report_pass(handler.join, "join", work, work)),
             )
 
         run.handlers = {
-            kind: each if kind.resource in (TO_HOST, FROM_HOST) else watched(kind, each)
-            for kind, each in run.handlers.items()
+            kind: handler if kind.resource in (TO_HOST, FROM_HOST) else watched(kind, handler)
+            for kind, handler in run.handlers.items()
         }
         begin(run)
 
@@ -91,8 +93,8 @@ def _sends_until_waited_for(tell: Any) -> Any:
 
         def drain(self) -> None:
             for queue in self._left.values():
-                for each in queue:
-                    each.work.wait()
+                for send in queue:
+                    send.work.wait()
                 queue.clear()
 
     return Sends(tell)

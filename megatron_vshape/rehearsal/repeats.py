@@ -58,7 +58,7 @@ def repeated_microbatch(ledger: Ledger) -> Repeated:
     other = [size for at, size in events if at >= second.clock]
     if one != other:
         raise NotRepeatedError("two consecutive microbatches allocate differently")
-    works = second.before.less(first.before), ledger.work.less(second.before)
+    works = second.work_before.less(first.work_before), ledger.work.less(second.work_before)
     if not works[0].is_close(works[1]):
         raise NotRepeatedError("two consecutive microbatches have different work")
     retained = _retained(ledger.records, second.clock)
