@@ -99,14 +99,14 @@ def _run(
     reduced = {key: least_of(command) for key, command in commands.items()}
     ranks: dict[str, list[RankReport]] = {key: [] for key in commands}
     results: dict[str, Ranks | str] = {}
-    with counting_schedule(PIPELINE) as put:
+    with counting_schedule(PIPELINE) as with_schedule:
         jobs = [
-            config.job(put(few, sizes), sizes, stage, key)
+            config.job(with_schedule(few, sizes), sizes, stage, key)
             for key, (few, sizes) in reduced.items()
             for stage in counted_ranks(few)
         ]
-        for done, result in enumerate(rehearse_all(config.programs, jobs), start=1):
-            report(done, len(jobs))
+        for num_finished, result in enumerate(rehearse_all(config.programs, jobs), start=1):
+            report(num_finished, len(jobs))
             if isinstance(result, FailedRank):
                 results.setdefault(result.name, result.error)
             else:
@@ -128,8 +128,11 @@ def least_of(command: Command) -> tuple[Command, Sizes]:
     """
     if command.pattern:
         stages = hybrid.BEGINS_STAGE.join([counted_symbols(command)] * 2 * PIPELINE)
-        further = command.pattern.partition(hybrid.BEGINS_MTP)
-        model: dict[str, Any] = {hybrid.OPTION: stages + "".join(further[1:]), "num_layers": None}
+        multi_token_part = command.pattern.partition(hybrid.BEGINS_MTP)
+        model: dict[str, Any] = {
+            hybrid.OPTION: stages + "".join(multi_token_part[1:]),
+            "num_layers": None,
+        }
     else:
         model = {"num_layers": 2 * PIPELINE}
     few = (
@@ -187,12 +190,12 @@ def counting_schedule(num_devices: int) -> Iterator[Callable[[Command, Sizes], C
         file = Path(folder, "counted.json")
         file.write_text(schedule.to_json())
 
-        def put(command: Command, sizes: Sizes) -> Command:
+        def with_schedule(command: Command, sizes: Sizes) -> Command:
             samples = command.number("--micro-batch-size", 1) * sizes.replicas
             batch = samples * schedule.num_microbatches
             return command.having(pipeline_schedule=file, global_batch_size=batch)
 
-        yield put
+        yield with_schedule
 
 
 class Parameters(NamedTuple):

@@ -62,12 +62,16 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     yield cuda, "get_device_name", lambda *_: _gpu().name
     yield cuda, "get_device_properties", lambda *_: _properties()
     yield cuda, "empty_cache", _empty_cache
-    yield cuda, "memory_allocated", lambda *_: _now()
-    yield cuda, "memory_reserved", lambda *_: _now()
-    yield cuda, "max_memory_allocated", lambda *_: _peak()
-    yield cuda, "max_memory_reserved", lambda *_: _peak()
+    yield cuda, "memory_allocated", lambda *_: _allocated_bytes()
+    yield cuda, "memory_reserved", lambda *_: _allocated_bytes()
+    yield cuda, "max_memory_allocated", lambda *_: _peak_bytes()
+    yield cuda, "max_memory_reserved", lambda *_: _peak_bytes()
     yield cuda, "memory_stats", lambda *_: _statistics()
-    yield cuda, "mem_get_info", lambda *_: (_gpu().memory_bytes - _now(), _gpu().memory_bytes)
+    yield (
+        cuda,
+        "mem_get_info",
+        lambda *_: (_gpu().memory_bytes - _allocated_bytes(), _gpu().memory_bytes),
+    )
     yield cuda, "device", lambda *_: contextlib.nullcontext()
     # The same functions have these four names.
     for module in (cuda, cuda.random, torch, torch.random):
@@ -100,7 +104,7 @@ def _properties() -> types.SimpleNamespace:
     )
 
 
-def _now() -> int:
+def _allocated_bytes() -> int:
     return 0 if Current.ledger is None else Current.ledger.now
 
 
@@ -109,12 +113,12 @@ def _empty_cache() -> None:
         Current.ledger.emptied.append(Current.ledger.clock)
 
 
-def _peak() -> int:
+def _peak_bytes() -> int:
     return 0 if Current.ledger is None else Current.ledger.peak
 
 
 def _statistics() -> dict[str, int]:
-    now, peak = _now(), _peak()
+    now, peak = _allocated_bytes(), _peak_bytes()
     values = {"current": now, "peak": peak, "allocated": now, "freed": 0}
     return {
         f"{kind}.all.{name}": value
@@ -235,7 +239,7 @@ def to_gpu(tensor: Tensor) -> Tensor:
     if not _lies_on_host(tensor):
         return tensor
     with on_host(False):
-        return _knowing(torch.empty_like(tensor, device="cuda"), (tensor,))
+        return _with_known_values(torch.empty_like(tensor, device="cuda"), (tensor,))
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -243,7 +247,7 @@ def to_host(tensor: Tensor) -> Tensor:
     if Current.ledger is None or _lies_on_host(tensor):
         return tensor
     with on_host():
-        return _knowing(torch.empty_like(tensor, device="cpu"), (tensor,))
+        return _with_known_values(torch.empty_like(tensor, device="cpu"), (tensor,))
 
 
 def _alias(set_: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -273,7 +277,7 @@ def _placed(make: Callable[..., Tensor], like: bool) -> Callable[..., Tensor]:
     @functools.wraps(make)
     def run(*args: Any, **kwargs: Any) -> Tensor:
         if Current.ledger is None or Current.ledger._device:
-            return _knowing(make(*args, **kwargs), args)
+            return _with_known_values(make(*args, **kwargs), args)
         device = kwargs.get("device")
         if kwargs.get("pin_memory") or (device is not None and not is_gpu(device)):
             where: bool | None = str(device) != "meta"
@@ -284,12 +288,12 @@ def _placed(make: Callable[..., Tensor], like: bool) -> Callable[..., Tensor]:
         if where is None:
             return make(*args, **kwargs)
         with Current.ledger.on_host(where):
-            return _knowing(make(*args, **kwargs), args)
+            return _with_known_values(make(*args, **kwargs), args)
 
     return run
 
 
-def _knowing(tensor: Tensor, args: tuple[Any, ...]) -> Tensor:
+def _with_known_values(tensor: Tensor, args: tuple[Any, ...]) -> Tensor:
     """Propagate known values to a tensor created from a list or from a tensor with known values."""
     if args and isinstance(args[0], list):
         tensor.known_values = args[0]  # type: ignore[attr-defined]
@@ -313,7 +317,7 @@ def _moved(to: Callable[..., Tensor]) -> Callable[..., Tensor]:
             source = to_gpu(self)
         elif str(device) == "cpu":
             source = to_host(self)
-        return _knowing(to(source, *args, **kwargs), (self,))
+        return _with_known_values(to(source, *args, **kwargs), (self,))
 
     return run
 
@@ -390,9 +394,9 @@ def _make_readable() -> None:
     kind.__format__ = lambda self, spec: format(0.0, spec) if spec else "fake"
     kind.__repr__ = lambda self, **_: f"Fake{tuple(self.shape)}"
     owner: Any = torch
-    owner.all = _yes(torch.all)
-    owner._is_all_true = _yes(owner._is_all_true)  # checks the arguments of distributions
-    kind.all = _yes(Tensor.all)
+    owner.all = _all_true(torch.all)
+    owner._is_all_true = _all_true(owner._is_all_true)  # checks the arguments of distributions
+    kind.all = _all_true(Tensor.all)
     kind.sum = _with_sum(Tensor.sum)
     kind.detach = _keeping_values(Tensor.detach)
     kind.get_data_tensors = lambda self: ()  # Transformer Engine's offloading would ask for it
@@ -403,14 +407,14 @@ def values_of(tensor: Any) -> Any:
     return getattr(tensor, "known_values", None) if tensor._version == 0 else None
 
 
-def known(values: list[Any]) -> Tensor:
+def tensor_with_values(values: list[Any]) -> Tensor:
     """Return a tensor with values that the host can read."""
     tensor = torch.tensor(values)
     tensor.known_values = values  # type: ignore[attr-defined]
     return tensor
 
 
-def _yes(ask: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _all_true(ask: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Make a check of all values (finite, equal) return true."""
 
     @functools.wraps(ask)

@@ -97,7 +97,7 @@ def rehearse(job: RankJob) -> RankReport | CheckedRank:
 
     Run this in a separate process, after `worker.prepare`.
     """
-    begun = time.monotonic()
+    start = time.monotonic()
     gpu = job.hardware
     _set_environment(job)
     Current.gpu = gpu
@@ -124,7 +124,7 @@ def rehearse(job: RankJob) -> RankReport | CheckedRank:
             )
         finally:
             Current.ledger = None
-    seconds = round(time.monotonic() - begun, 2)
+    seconds = round(time.monotonic() - start, 2)
     if job.check:
         return CheckedRank(job.name, job.rank, job.stage, run.notices, seconds)
     return run.report(seconds)
@@ -132,7 +132,7 @@ def rehearse(job: RankJob) -> RankReport | CheckedRank:
 
 def _set_environment(job: RankJob) -> None:
     per_host = min(job.hardware.per_host, job.world)
-    own = {
+    rank_variables = {
         "RANK": job.rank,
         "WORLD_SIZE": job.world,
         "LOCAL_RANK": job.rank % per_host,
@@ -142,7 +142,7 @@ def _set_environment(job: RankJob) -> None:
     }
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # may be set by this package
     os.environ.update(job.environment)
-    os.environ.update({name: str(value) for name, value in own.items()})
+    os.environ.update({name: str(value) for name, value in rank_variables.items()})
     if not any("fsdp" in flag for flag in job.flags):  # FSDP requires another value or none
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
@@ -183,11 +183,13 @@ class _Run:
     def scale(self, microbatches: int, traced: int, ranks: int, chunks: int) -> Scale:
         """Return the factors from counted work to a full step, and how kernels are launched."""
         # Before Megatron has parsed its arguments, the defaults below apply.
-        given: Any = self.args or object()
-        graphs = getattr(given, "cuda_graph_impl", "none") == "full_iteration"
-        beside = bool(getattr(given, "overlap_moe_expert_parallel_comm", False))
-        experts = bool(getattr(given, "num_experts", None))
-        return Scale(microbatches, traced, ranks, chunks, graphs, experts and not graphs, beside)
+        args: Any = self.args or object()
+        graphs = getattr(args, "cuda_graph_impl", "none") == "full_iteration"
+        overlaps_experts = bool(getattr(args, "overlap_moe_expert_parallel_comm", False))
+        experts = bool(getattr(args, "num_experts", None))
+        return Scale(
+            microbatches, traced, ranks, chunks, graphs, experts and not graphs, overlaps_experts
+        )
 
     def install(self) -> None:
         """Install the replacements and observers."""
@@ -247,18 +249,20 @@ class _Run:
         # By phase first, because some storages have no tensor in the lists below.
         for record in self.ledger.held_at(self.ledger.clock):
             record.what = {"model": "weights", "optimizer": "optimizer"}.get(record.phase, "")
-        own = [each for chunk in self.chunks for each in chunk.parameters()]
-        weights = set(map(id, own))
-        stepped = [each for group in optimizer.param_groups for each in group["params"]]
+        parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+        weights = set(map(id, parameters))
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         # The last name counts: an optimizer may step views of the weights.
-        named = {
-            "gradients": [*_main_grads(own), *_grad_buffers(self.chunks)],
-            "optimizer": _parts_of(each for each in stepped if id(each) not in weights),
-            "weights": _parts_of(each.detach() for each in own),
+        tensors_by_purpose = {
+            "gradients": [*_main_grads(parameters), *_grad_buffers(self.chunks)],
+            "optimizer": _parts_of(
+                parameter for parameter in stepped if id(parameter) not in weights
+            ),
+            "weights": _parts_of(parameter.detach() for parameter in parameters),
         }
-        for what, tensors in named.items():
-            for each in tensors:
-                self.ledger.name(each, what)
+        for what, tensors in tensors_by_purpose.items():
+            for tensor in tensors:
+                self.ledger.name(tensor, what)
 
     def _num_microbatches(self, call: Callable[..., Any]) -> int:
         """Return fewer microbatches than the batch has: the first few determine the peak."""
@@ -289,8 +293,8 @@ class _Run:
         if microbatch == self.traced - 1 and self.traced < self.few:
             repeated = repeats.repeated_microbatch(self.ledger)
             self.repeated_work = repeated.work
-            for each in repeated.retained:
-                self.ledger.repeat(each, self.few - self.traced)
+            for record in repeated.retained:
+                self.ledger.repeat(record, self.few - self.traced)
 
     def _train_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Cycles that Python has not collected yet would count as memory between two steps.
@@ -335,10 +339,10 @@ class _Run:
         ranks = args.pipeline_model_parallel_size
         many = self.job.batch_microbatches or self.many
         scale = self.scale(many, self.few, ranks, max(len(self.chunks), 1))
-        ran = [each for each in ledger.passes if len(each.phase.split()) == 3]
-        keys = repeated((each.phase, each.did) for each in ran)
+        ran = [record for record in ledger.passes if len(record.phase.split()) == 3]
+        keys = repeated((record.phase, record.did) for record in ran)
         # The last microbatch of each chunk, because the first one also casts weights.
-        last = [each.did for each in ran if each.phase.split()[2] == str(self.traced - 1)]
+        last = [record.did for record in ran if record.phase.split()[2] == str(self.traced - 1)]
         work = ledger.work.plus(self.repeated_work, self.few - self.traced)
         work = work.repeating(keys, last, self.few)
         at_peak = ledger.held_at(ledger.peak_at)
@@ -385,11 +389,11 @@ class _Run:
     def _replayed(self) -> Replayed:
         """Replay the allocations outside of CUDA graphs with the allocator settings of the run."""
         lives = [
-            Lifetime(each.size, each.born, None if each.died == NEVER else each.died)
-            for each in self.ledger.records
+            Lifetime(record.size, record.born, None if record.died == NEVER else record.died)
+            for record in self.ledger.records
             # Neither is in the general pool: fused storages never exist, graphs have a private
             # pool.
-            if each.size and not (each.fused or each.graphed)
+            if record.size and not (record.fused or record.graphed)
         ]
         registers = bool(getattr(self.args, "nccl_ub", False))
         settings = AllocatorSettings.of_run(os.environ, self.job.schedule, registers)
@@ -411,33 +415,35 @@ class _Run:
 
         The work is that of the last pass, because the first one also casts weights.
         """
-        found: dict[tuple[str, int], list[PassRecord]] = {}
-        for each in passes:
-            kind, at, _ = each.phase.split()
-            found.setdefault((kind, int(at)), []).append(each)
-        made = []
-        for (kind, chunk), ran in sorted(found.items()):
+        records: dict[tuple[str, int], list[PassRecord]] = {}
+        for record in passes:
+            kind, chunk_number, _ = record.phase.split()
+            records.setdefault((kind, int(chunk_number)), []).append(record)
+        reports = []
+        for (kind, chunk), ran in sorted(records.items()):
             work = ran[-1].did.repeating(keys, [ran[-1].did])
             parts = self.priced(work)
             pool = self.pool if kind == "F" else None
-            made.append(
+            reports.append(
                 PassReport(
                     kind=kind,
                     chunk=chunk,
                     number=len(ran),
-                    adds_bytes=median(each.after_bytes - each.before_bytes for each in ran),
-                    meanwhile_bytes=median(each.most_bytes - each.before_bytes for each in ran),
+                    adds_bytes=median(record.after_bytes - record.before_bytes for record in ran),
+                    meanwhile_bytes=median(
+                        record.most_bytes - record.before_bytes for record in ran
+                    ),
                     seconds=parts["step_s"],
                     waited_seconds=parts["exchanges"],
                     work=work,
                     static_bytes=None if pool is None else pool.inputs_of(chunk),
                 )
             )
-        return made
+        return reports
 
 
 def _parameters(chunk: Any) -> int:
-    return sum(each.numel() for each in chunk.parameters())
+    return sum(parameter.numel() for parameter in chunk.parameters())
 
 
 def _layers(chunk: Any) -> int:
@@ -457,11 +463,11 @@ def _dummy_bytes(chunk: Any) -> int:
     if not getattr(layers, "HAVE_TE", False):
         return 0
     kinds = layers.ColumnParallelLinear, layers.RowParallelLinear
-    own = [each for each in chunk.modules() if isinstance(each, kinds)]
+    linear_modules = [module for module in chunk.modules() if isinstance(module, kinds)]
     shapes = {
-        (each.weight.shape, each.weight.dtype.itemsize)
-        for each in own
-        if each.gradient_accumulation_fusion and each.weight is not None
+        (module.weight.shape, module.weight.dtype.itemsize)
+        for module in linear_modules
+        if module.gradient_accumulation_fusion and module.weight is not None
     }
     return sum(shape.numel() * size for shape, size in shapes)
 
@@ -482,8 +488,8 @@ def _megatron_version() -> str:
 
 def _held_between(passes: list[PassRecord]) -> int:
     """Return the peak at the end of a pass, relative to the start of the first."""
-    ran = [each for each in passes if len(each.phase.split()) == 3]
-    return max(each.after_bytes for each in ran) - ran[0].before_bytes if ran else 0
+    ran = [record for record in passes if len(record.phase.split()) == 3]
+    return max(record.after_bytes for record in ran) - ran[0].before_bytes if ran else 0
 
 
 def _replaced_bytes(ledger: Ledger) -> int:
@@ -492,10 +498,10 @@ def _replaced_bytes(ledger: Ledger) -> int:
     Workspaces and dummy gradients stay for all steps.
     """
     return sum(
-        each.size
-        for each in ledger.records
-        if each.born < ledger.step_start <= each.died < NEVER
-        and _part_of(each) in ("activations", "rest")
+        record.size
+        for record in ledger.records
+        if record.born < ledger.step_start <= record.died < NEVER
+        and _part_of(record) in ("activations", "rest")
     )
 
 
@@ -514,8 +520,8 @@ _KINDS = frozenset("FBWISTJECLR")
 
 def _parts(records: list[Record], peak: int) -> dict[str, int]:
     parts = dict.fromkeys(PARTS, 0)
-    for each in records:
-        parts[_part_of(each)] += each.size
+    for record in records:
+        parts[_part_of(record)] += record.size
     # Memory without a record, so that the parts add up to the peak.
     parts["rest"] += peak - sum(parts.values())
     return parts
@@ -536,33 +542,35 @@ def _over_time(
     records: list[Record], curve: list[tuple[float, int, int]]
 ) -> list[tuple[float, int, dict[str, int]]]:
     """Return (seconds, bytes, bytes by category) for every point of the curve."""
-    changes = [(each.born, each.size, _held_by(each)) for each in records]
-    changes += [(each.died, -each.size, _held_by(each)) for each in records]
+    changes = [(record.born, record.size, _held_by(record)) for record in records]
+    changes += [(record.died, -record.size, _held_by(record)) for record in records]
     changes.sort()
-    held, at = dict.fromkeys(HELD_BY, 0), 0
-    found: dict[int, dict[str, int]] = {}
+    allocated, event = dict.fromkeys(HELD_BY, 0), 0
+    points: dict[int, dict[str, int]] = {}
     # By clock: the peak of an outer phase can be earlier than entries before it.
     for index in sorted(range(len(curve)), key=lambda index: curve[index][2]):
         # An event at clock c is visible from c + 1 on, as in `Ledger.held_at`.
-        while at < len(changes) and changes[at][0] < curve[index][2]:
-            held[changes[at][2]] += changes[at][1]
-            at += 1
-        beyond = curve[index][1] - sum(held.values())
-        found[index] = held | {"rest": held["rest"] + beyond}
-    return [(*curve[index][:2], found[index]) for index in range(len(curve))]
+        while event < len(changes) and changes[event][0] < curve[index][2]:
+            allocated[changes[event][2]] += changes[event][1]
+            event += 1
+        beyond = curve[index][1] - sum(allocated.values())
+        points[index] = allocated | {"rest": allocated["rest"] + beyond}
+    return [(*curve[index][:2], points[index]) for index in range(len(curve))]
 
 
 def _holders(records: list[Record]) -> list[Holder]:
     """Return the largest allocations by part and module, without weights and optimizer."""
     sums: dict[tuple[str, str, str], list[int]] = {}
-    for each in records:
-        part = _part_of(each)
+    for record in records:
+        part = _part_of(record)
         if part in ("activations", "logits", "rest"):
-            entry = sums.setdefault((part, each.place, each.code), [0, 0])
-            entry[0] += each.size
+            entry = sums.setdefault((part, record.place, record.code), [0, 0])
+            entry[0] += record.size
             entry[1] += 1
-    most = sorted(sums.items(), key=lambda item: -item[1][0])[:HOLDERS]
-    return [Holder(part, place, code, size, number) for (part, place, code), (size, number) in most]
+    largest = sorted(sums.items(), key=lambda item: -item[1][0])[:HOLDERS]
+    return [
+        Holder(part, place, code, size, number) for (part, place, code), (size, number) in largest
+    ]
 
 
 class _Passes:
@@ -577,8 +585,8 @@ class _Passes:
 
     def know(self, chunks: list[Any]) -> None:
         """Register the names of the modules of these chunks."""
-        for at, chunk in enumerate(chunks):
-            self._chunks[id(chunk)] = at
+        for index, chunk in enumerate(chunks):
+            self._chunks[id(chunk)] = index
             for name, module in chunk.named_modules():
                 parts = [part for part in name.split(".") if part != "module"]
                 self._names[id(module)] = ".".join(
@@ -620,29 +628,31 @@ class _Passes:
     def _forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         model = kwargs.get("model", args[2] if len(args) > 2 else None)
         chunk = self._chunks.get(id(model), 0)
-        at = self._count.get(f"F{chunk}", 0)
-        self._count[f"F{chunk}"] = at + 1
-        self._before_forward(at)
-        with self._ledger.during(f"F {chunk} {at}"):
-            made = call(*args, **kwargs)
-        for each in tensors_in((made,)):
+        microbatch = self._count.get(f"F{chunk}", 0)
+        self._count[f"F{chunk}"] = microbatch + 1
+        self._before_forward(microbatch)
+        with self._ledger.during(f"F {chunk} {microbatch}"):
+            output = call(*args, **kwargs)
+        for tensor in tensors_in((output,)):
             # The backward gets this output tensor, which identifies its chunk and microbatch: the
             # order of interleaved backwards would not. Megatron keeps the tensor until then.
-            self._made[id(each)] = f"{chunk} {at}"
-        return made
+            self._made[id(tensor)] = f"{chunk} {microbatch}"
+        return output
 
     def _backward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = kwargs.get("output_tensor", args[1] if len(args) > 1 else None)
-        at = next((self._made[id(e)] for e in tensors_in((output,)) if id(e) in self._made), None)
+        chunk_and_microbatch = next(
+            (self._made[id(e)] for e in tensors_in((output,)) if id(e) in self._made), None
+        )
         number = self._count.get("B", 0)
         self._count["B"] = number + 1
-        with self._ledger.during(f"B {at or f'0 {number}'}"):
+        with self._ledger.during(f"B {chunk_and_microbatch or f'0 {number}'}"):
             return call(*args, **kwargs)
 
 
 def _main_grads(parameters: Iterable[Any]) -> Iterator[Tensor]:
-    for each in parameters:
-        gradient = getattr(each, "main_grad", None)
+    for parameter in parameters:
+        gradient = getattr(parameter, "main_grad", None)
         if isinstance(gradient, Tensor):
             yield gradient
 
@@ -650,15 +660,15 @@ def _main_grads(parameters: Iterable[Any]) -> Iterator[Tensor]:
 def _grad_buffers(chunks: Iterable[Any]) -> Iterator[Tensor]:
     for chunk in chunks:
         for name in ("buffers", "expert_parallel_buffers"):
-            found = getattr(chunk, name, None)  # in a plain module it is a method
-            for buffer in () if found is None or callable(found) else found:
+            buffers = getattr(chunk, name, None)  # in a plain module it is a method
+            for buffer in () if buffers is None or callable(buffers) else buffers:
                 if isinstance(buffer.grad_data, Tensor):
                     yield buffer.grad_data
 
 
 def _parts_of(tensors: Iterable[Any]) -> Iterator[Tensor]:
-    for each in tensors:
-        yield from plain_tensors(each)
+    for tensor in tensors:
+        yield from plain_tensors(tensor)
 
 
 def _batches(args: Any) -> Iterator[dict[str, Tensor]]:
@@ -666,7 +676,7 @@ def _batches(args: Any) -> Iterator[dict[str, Tensor]]:
     shape = (args.micro_batch_size, args.seq_length)
     while True:
         with on_host():
-            made = {
+            batch = {
                 "tokens": torch.zeros(shape, dtype=torch.int64),
                 "labels": torch.zeros(shape, dtype=torch.int64),
                 "loss_mask": torch.zeros(shape),
@@ -674,5 +684,5 @@ def _batches(args: Any) -> Iterator[dict[str, Tensor]]:
             }
             if getattr(args, "create_attention_mask_in_dataloader", False):
                 mask = (shape[0], 1, shape[1], shape[1])
-                made["attention_mask"] = torch.zeros(mask, dtype=torch.bool)
-        yield dict(made)  # a copy: the program stores its GPU tensors in the batch
+                batch["attention_mask"] = torch.zeros(mask, dtype=torch.bool)
+        yield dict(batch)  # a copy: the program stores its GPU tensors in the batch

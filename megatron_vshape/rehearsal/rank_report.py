@@ -77,9 +77,9 @@ class PassReport:
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain values."""
-        found = {each.name: getattr(self, each.name) for each in fields(self)}
-        found["work"] = self.work.plain()
-        return _without_missing(found, "static_bytes", "ms")
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["work"] = self.work.plain()
+        return _without_missing(values, "static_bytes", "ms")
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> PassReport:
@@ -129,32 +129,32 @@ class RankReport:
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain values."""
-        found = {each.name: getattr(self, each.name) for each in fields(self)}
-        found["work"] = self.work.plain()
-        found["kinds"] = [each.to_json() for each in self.kinds]
-        found["holders"] = [asdict(each) for each in self.holders]
-        found["sizes"] = asdict(self.sizes)
-        found["graph_bytes"] = None if self.graph_bytes is None else asdict(self.graph_bytes)
-        found["scale"] = {name: getattr(self.scale, name) for name in _LAUNCHES}
-        found["when"] = {"pass": self.when.phase, "place": self.when.place}
-        return _without_missing(found, "measured", "memory_measured")
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["work"] = self.work.plain()
+        values["kinds"] = [report.to_json() for report in self.kinds]
+        values["holders"] = [asdict(holder) for holder in self.holders]
+        values["sizes"] = asdict(self.sizes)
+        values["graph_bytes"] = None if self.graph_bytes is None else asdict(self.graph_bytes)
+        values["scale"] = {name: getattr(self.scale, name) for name in _LAUNCHES}
+        values["when"] = {"pass": self.when.phase, "place": self.when.place}
+        return _without_missing(values, "measured", "memory_measured")
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> RankReport:
         """Read the result of `to_json`."""
-        given = dict(plain)
-        when, graphs = given["when"], given["graph_bytes"]
-        given |= {
+        values = dict(plain)
+        when, graphs = values["when"], values["graph_bytes"]
+        values |= {
             "when": PeakMoment(when["pass"], when["place"]),
             "graph_bytes": None if graphs is None else GraphBytes(**graphs),
-            "holders": [Holder(**each) for each in given["holders"]],
-            "kinds": [PassReport.from_json(each) for each in given["kinds"]],
-            "scale": Scale(1, 1, 1, 1, **given["scale"]),
-            "sizes": ParallelSizes(**given["sizes"]),
-            "curve": [tuple(each) for each in given["curve"]],
-            "work": Work.of(given["work"]),
+            "holders": [Holder(**holder) for holder in values["holders"]],
+            "kinds": [PassReport.from_json(report) for report in values["kinds"]],
+            "scale": Scale(1, 1, 1, 1, **values["scale"]),
+            "sizes": ParallelSizes(**values["sizes"]),
+            "curve": [tuple(point) for point in values["curve"]],
+            "work": Work.of(values["work"]),
         }
-        return cls(**given)
+        return cls(**values)
 
     def without_timeline(self) -> RankReport:
         """Return the report for a cache: without its longest lists."""
@@ -189,9 +189,9 @@ class CheckedRank:
 _LAUNCHES = ("graphs", "host_waits", "experts_hidden")
 
 
-def _without_missing(found: Mapping[str, Any], *names: str) -> dict[str, Any]:
+def _without_missing(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """Drop these optional values if they are None."""
-    return {name: value for name, value in found.items() if name not in names or value is not None}
+    return {name: value for name, value in values.items() if name not in names or value is not None}
 
 
 def ending(code: int) -> str:

@@ -86,7 +86,7 @@ class DryRunConfig:
         """
         flags = self.flags(command)
         schedule, many = command.value(SCHEDULE), 0
-        ours = schedule is not None
+        has_schedule = schedule is not None
         if check:
             flags += evaluation_of(command)
         # Megatron's interleaved 1F1B does not support every number of microbatches.
@@ -103,7 +103,7 @@ class DryRunConfig:
             "rank": sizes.last_rank(stage),
             "imbalance": self.imbalance,
             "environment": environment_of(command),
-            "schedule": ours,
+            "schedule": has_schedule,
             "batch_microbatches": many,
             "stage": stage,
             "name": name,
@@ -136,10 +136,10 @@ def _fewer_microbatches(command: Command, sizes: Sizes) -> list[str]:
     """
     if (command.value(SCHEDULE) or "").endswith((".json", ".csv")):
         return []
-    each = command.number("--micro-batch-size", 1) * sizes.replicas
-    most = each * PER_RANK * sizes.pipeline
-    batch = command.number("--global-batch-size", most)
-    return ["--global-batch-size", str(min(batch, most))]
+    samples = command.number("--micro-batch-size", 1) * sizes.replicas
+    max_batch = samples * PER_RANK * sizes.pipeline
+    batch = command.number("--global-batch-size", max_batch)
+    return ["--global-batch-size", str(min(batch, max_batch))]
 
 
 def rehearse_all(
@@ -183,15 +183,15 @@ def run_jobs(programs: Programs, jobs: Iterable[Mapping[str, Any]]) -> Iterator[
     }
     command = [sys.executable, "-m", "megatron_vshape.rehearsal.worker", json.dumps(options)]
     text = "".join(json.dumps(job) + "\n" for job in jobs)
-    with tempfile.TemporaryFile("w+") as asked, tempfile.TemporaryFile("w+") as told:
-        asked.write(text)
-        asked.seek(0)
+    with tempfile.TemporaryFile("w+") as job_file, tempfile.TemporaryFile("w+") as error_file:
+        job_file.write(text)
+        job_file.seek(0)
         with subprocess.Popen(
-            command, stdin=asked, stdout=subprocess.PIPE, stderr=told, text=True
+            command, stdin=job_file, stdout=subprocess.PIPE, stderr=error_file, text=True
         ) as worker:
             yield from map(json.loads, worker.stdout or ())
-        told.seek(0)
-        errors = told.read()
+        error_file.seek(0)
+        errors = error_file.read()
     if worker.returncode:
         last = [line for line in errors.splitlines() if line.strip()]
         last = last or [f"its process ended {ending(worker.returncode)}"]

@@ -94,25 +94,25 @@ def remedy_lines(
         return []
     pieces = counting.counted(ranks, command, config.gpu, sizes.world, sizes.pipeline).pieces
     can_share = not command.mtp_layers and 2 * sizes.pipeline <= command.layers
-    found = remedies(pieces, command.layers, sizes.pipeline, mine[0].microbatches, can_share)
-    peak = max(each.peak_bytes for each in mine)
-    communicators = max(each.communicators for each in mine)
+    candidates = remedies(pieces, command.layers, sizes.pipeline, mine[0].microbatches, can_share)
+    peak = max(report.peak_bytes for report in mine)
+    communicators = max(report.communicators for report in mine)
     limit = config.gpu.allocatable_bytes(communicators, headroom_bytes)
     lines = []
-    for each in in_order(found, peak, limit)[:MOST_TRIED]:
-        job = config.job(command.of_megatron().having(**each.flags), sizes, each.largest, "")
+    for remedy in in_order(candidates, peak, limit)[:MOST_TRIED]:
+        job = config.job(command.of_megatron().having(**remedy.flags), sizes, remedy.largest, "")
         (result,) = rehearse_all(config.programs, [job])
         if isinstance(result, RankReport) and result.peak_bytes < peak:
             fit = config.gpu.fit_of(result.peak_bytes, result.communicators, headroom_bytes)
             text = report.remedy_line(result.peak_bytes, peak, fit)
-            lines.append(f"Less memory with {each.text}: {text}.")
+            lines.append(f"Less memory with {remedy.text}: {text}.")
             break
     if not lines and peak > limit:
         lines.append(
             "No schedule of this package lowers the peak: consider recomputation, or a larger "
             "--tensor-model-parallel-size."
         )
-    v_half = next((each for each in found if each.text == f"{SCHEDULE} v-half"), None)
+    v_half = next((remedy for remedy in candidates if remedy.text == f"{SCHEDULE} v-half"), None)
     has_neither = not (command.value(SCHEDULE) or command.has(VOCABULARY))
     if has_neither and v_half is not None and v_half.most_bytes > peak:
         fit = config.gpu.fit_of(v_half.most_bytes, communicators, headroom_bytes)
@@ -130,14 +130,14 @@ def remedies(
     `can_share` allows vocabulary parallelism; without it layers are moved between ranks.
     """
     microbatches = min(microbatches, PER_RANK * ranks)
-    found: list[Remedy] = []
+    candidates: list[Remedy] = []
     for name in NAMES:
         try:
             schedule = make(name, ranks, microbatches)
-            found += _of_schedule(name, schedule, pieces, num_layers, can_share)
+            candidates += _of_schedule(name, schedule, pieces, num_layers, can_share)
         except ScheduleError:  # too few layers or microbatches
             continue
-    return found
+    return candidates
 
 
 def _of_schedule(
@@ -176,16 +176,16 @@ def _split(layers: Sequence[int]) -> dict[str, Any]:
     return {"pipeline_layer_split": ",".join(map(str, layers))}
 
 
-def in_order(found: Sequence[Remedy], peak_bytes: float, limit_bytes: float) -> list[Remedy]:
+def in_order(candidates: Sequence[Remedy], peak_bytes: float, limit_bytes: float) -> list[Remedy]:
     """Return the remedies that lower the peak, most useful first.
 
     If the run does not fit: those that fit, simplest first, then the smallest. If it fits: of the
     first schedule that helps, the smallest first.
     """
-    lower = [each for each in found if each.most_bytes <= (1 - LEAST_SAVED) * peak_bytes]
+    lower = [remedy for remedy in candidates if remedy.most_bytes <= (1 - LEAST_SAVED) * peak_bytes]
     if peak_bytes > limit_bytes:
-        return sorted(lower, key=lambda each: (max(0.0, each.most_bytes - limit_bytes),))
-    return sorted(lower, key=lambda each: (_rank(each), each.most_bytes))
+        return sorted(lower, key=lambda remedy: (max(0.0, remedy.most_bytes - limit_bytes),))
+    return sorted(lower, key=lambda remedy: (_rank(remedy), remedy.most_bytes))
 
 
 def _rank(remedy: Remedy) -> int:

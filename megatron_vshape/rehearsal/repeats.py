@@ -52,38 +52,40 @@ def repeated_microbatch(ledger: Ledger) -> Repeated:
     Raises:
         NotRepeatedError: They differ in their work or in their sequence of allocations and frees.
     """
-    first, second = [each for each in ledger.passes if each.phase.startswith("F ")][-2:]
+    first, second = [record for record in ledger.passes if record.phase.startswith("F ")][-2:]
     events = list(_events(ledger.records, first.clock))
-    one = [size for at, size in events if at < second.clock]
-    other = [size for at, size in events if at >= second.clock]
-    if one != other:
+    first_sizes = [size for clock, size in events if clock < second.clock]
+    second_sizes = [size for clock, size in events if clock >= second.clock]
+    if first_sizes != second_sizes:
         raise NotRepeatedError("two consecutive microbatches allocate differently")
     works = second.work_before.less(first.work_before), ledger.work.less(second.work_before)
     if not works[0].is_close(works[1]):
         raise NotRepeatedError("two consecutive microbatches have different work")
     retained = _retained(ledger.records, second.clock)
-    if sum(each.size for each in retained) != sum(other):
+    if sum(record.size for record in retained) != sum(second_sizes):
         raise NotRepeatedError("a microbatch frees memory of an earlier step")
     return Repeated(works[1], retained)
 
 
 def _events(records: Sequence[Record], start: int) -> Iterator[tuple[int, int]]:
     """Yield (clock, bytes) of allocations and frees since `start`, in order."""
-    changes = [(each.born, each.size) for each in records if each.born >= start]
-    changes += [(each.died, -each.size) for each in records if start <= each.died < NEVER]
+    changes = [(record.born, record.size) for record in records if record.born >= start]
+    changes += [(record.died, -record.size) for record in records if start <= record.died < NEVER]
     yield from sorted(changes)
 
 
 def _retained(records: Sequence[Record], start: int) -> list[Record]:
     """Return the storages since `start` that replace none of an earlier microbatch."""
-    freed = Counter(_kind(each) for each in records if each.born < start <= each.died < NEVER)
+    freed = Counter(
+        _kind(record) for record in records if record.born < start <= record.died < NEVER
+    )
     retained = []
-    for each in records:
-        if each.born >= start and each.died == NEVER:
-            if freed[_kind(each)] > 0:
-                freed[_kind(each)] -= 1
+    for record in records:
+        if record.born >= start and record.died == NEVER:
+            if freed[_kind(record)] > 0:
+                freed[_kind(record)] -= 1
             else:
-                retained.append(each)
+                retained.append(record)
     return retained
 
 

@@ -35,15 +35,15 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f}"
 
 
-def table(found: Sequence[RankReport], gpu: Gpu) -> list[str]:
+def table(reports: Sequence[RankReport], gpu: Gpu) -> list[str]:
     """Format a heading and a row per rank, in GiB."""
     names = ["other" if name == "rest" else name for name in PARTS]
     rows = [["rank", *names, "peak", "reserved", "model states", "spare"]]
-    for each in found:
-        parts = [gib(each.parts[name]) for name in PARTS]
-        spare = _spare_bytes(each, gpu)
-        sizes = each.peak_bytes, each.reserved_bytes, each.held_bytes, spare
-        rows.append([str(each.stage), *parts, *map(gib, sizes)])
+    for report in reports:
+        parts = [gib(report.parts[name]) for name in PARTS]
+        spare = _spare_bytes(report, gpu)
+        sizes = report.peak_bytes, report.reserved_bytes, report.held_bytes, spare
+        rows.append([str(report.stage), *parts, *map(gib, sizes)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
@@ -51,43 +51,45 @@ def table(found: Sequence[RankReport], gpu: Gpu) -> list[str]:
     ]
 
 
-def when(found: RankReport) -> str:
+def when(report: RankReport) -> str:
     """Format the pass in which a rank reaches its peak, and the largest allocations then."""
     sums: dict[str, float] = {}
-    for each in found.holders:
-        name = _holder(each, found.when.phase)
-        sums[name] = sums.get(name, 0.0) + each.bytes
-    most = sorted(sums.items(), key=lambda item: -item[1])[:_NAMED]
-    largest = ", ".join(f"{name} {gib(size)} GiB" for name, size in most if size >= GIB / 20)
-    place = place_in_words(found.when.place)
+    for holder in report.holders:
+        name = _holder(holder, report.when.phase)
+        sums[name] = sums.get(name, 0.0) + holder.bytes
+    largest_holders = sorted(sums.items(), key=lambda item: -item[1])[:_NAMED]
+    largest = ", ".join(
+        f"{name} {gib(size)} GiB" for name, size in largest_holders if size >= GIB / 20
+    )
+    place = place_in_words(report.when.place)
     where = f" in {place}" if place else ""
-    text = f"rank {found.stage}: peak in {pass_in_words(found.when.phase)}{where}"
+    text = f"rank {report.stage}: peak in {pass_in_words(report.when.phase)}{where}"
     return text + (f"; {largest}" if largest else "")
 
 
-def with_graphs(found: RankReport, graphs: GraphBytes) -> str:
+def with_graphs(report: RankReport, graphs: GraphBytes) -> str:
     """Format the memory that a rank with CUDA graphs reserves."""
-    pool, other, inputs = map(gib, (graphs.pool, graphs.other, graphs.inputs))
+    pool, other_memory, inputs = map(gib, (graphs.pool, graphs.other, graphs.inputs))
     return (
-        f"rank {found.stage} reserves {gib(needed(found))} GiB: CUDA graphs' pool {pool}, their "
-        f"static inputs {inputs}, other memory {other}"
+        f"rank {report.stage} reserves {gib(needed_bytes(report))} GiB: CUDA graphs' pool {pool}, "
+        f"their static inputs {inputs}, other memory {other_memory}"
     )
 
 
-def needed(found: RankReport) -> int:
+def needed_bytes(report: RankReport) -> int:
     """Compute the bytes that a rank needs: its peak, or the sum of peaks with CUDA graphs."""
-    graphs = found.graph_bytes
-    return found.peak_bytes if graphs is None else max(found.peak_bytes, graphs.total)
+    graphs = report.graph_bytes
+    return report.peak_bytes if graphs is None else max(report.peak_bytes, graphs.total)
 
 
-def _unused_bytes(found: RankReport, gpu: Gpu, headroom_bytes: float) -> float:
+def _unused_bytes(report: RankReport, gpu: Gpu, headroom_bytes: float) -> float:
     """Compute the allocatable memory beyond a rank's peak; negative if it does not fit."""
-    return gpu.allocatable_bytes(found.communicators, headroom_bytes) - needed(found)
+    return gpu.allocatable_bytes(report.communicators, headroom_bytes) - needed_bytes(report)
 
 
-def _spare_bytes(found: RankReport, gpu: Gpu) -> float:
+def _spare_bytes(report: RankReport, gpu: Gpu) -> float:
     """Estimate the memory that neither the allocator reserves nor CUDA and NCCL need."""
-    return gpu.allocatable_bytes(found.communicators, 0.0) - found.reserved_bytes
+    return gpu.allocatable_bytes(report.communicators, 0.0) - report.reserved_bytes
 
 
 def pass_in_words(phase: str) -> str:
@@ -125,47 +127,49 @@ def _holder(holder: Holder, phase: str) -> str:
     return f"activations of {place}" if place else "other activations of layers"
 
 
-def verdict(found: Sequence[RankReport], gpu: Gpu, headroom_bytes: float) -> str:
+def verdict(reports: Sequence[RankReport], gpu: Gpu, headroom_bytes: float) -> str:
     """Format whether the ranks fit into the GPU, by how much, and the rank that needs most."""
-    most = min(found, key=lambda each: _unused_bytes(each, gpu, headroom_bytes))
-    peak, outside = needed(most), gpu.outside_bytes(most.communicators)
+    largest = min(reports, key=lambda report: _unused_bytes(report, gpu, headroom_bytes))
+    peak, outside = needed_bytes(largest), gpu.outside_bytes(largest.communicators)
     of_gpu = f"the {gib(gpu.memory_bytes)} GiB of the {gpu.name.upper()}"
-    text = f"rank {most.stage} needs the most memory: a peak of {gib(peak)} GiB"
-    taken = f"after about {gib(outside)} for CUDA and NCCL"
-    fit = gpu.fit_of(peak, most.communicators, headroom_bytes)
+    text = f"rank {largest.stage} needs the most memory: a peak of {gib(peak)} GiB"
+    outside_text = f"after about {gib(outside)} for CUDA and NCCL"
+    fit = gpu.fit_of(peak, largest.communicators, headroom_bytes)
     if fit is Fit.TOO_LARGE:
-        limit = gpu.allocatable_bytes(most.communicators, 0.0)
-        step = "" if most.first_peak_bytes > limit else " (from the second step on)"
-        others = [str(each.stage) for each in found if _unused_bytes(each, gpu, 0.0) < 0]
-        too_large = f"; too large: ranks {', '.join(others)}" if len(others) > 1 else ""
+        limit = gpu.allocatable_bytes(largest.communicators, 0.0)
+        step = "" if largest.first_peak_bytes > limit else " (from the second step on)"
+        large_ranks = [
+            str(report.stage) for report in reports if _unused_bytes(report, gpu, 0.0) < 0
+        ]
+        too_large = f"; too large: ranks {', '.join(large_ranks)}" if len(large_ranks) > 1 else ""
         return (
-            f"Does not fit: {text}, {gib(peak - limit)} GiB above {of_gpu} {taken}"
+            f"Does not fit: {text}, {gib(peak - limit)} GiB above {of_gpu} {outside_text}"
             f"{step}{too_large}."
         )
     if fit is Fit.TIGHT:
         return (
             f"May not fit: {text} of {of_gpu}, and leaves less than the headroom of "
-            f"{gib(headroom_bytes)} GiB {taken}."
+            f"{gib(headroom_bytes)} GiB {outside_text}."
         )
-    most = min(found, key=lambda each: _spare_bytes(each, gpu))
-    spare, outside = _spare_bytes(most, gpu), gpu.outside_bytes(most.communicators)
+    largest = min(reports, key=lambda report: _spare_bytes(report, gpu))
+    spare, outside = _spare_bytes(largest, gpu), gpu.outside_bytes(largest.communicators)
     text = (
-        f"Fits: rank {most.stage} reserves about {gib(most.reserved_bytes)} GiB (peak "
-        f"{gib(needed(most))}) of {of_gpu}"
+        f"Fits: rank {largest.stage} reserves about {gib(largest.reserved_bytes)} GiB (peak "
+        f"{gib(needed_bytes(largest))}) of {of_gpu}"
     )
-    taken = f"after about {gib(outside)} for CUDA and NCCL"
+    outside_text = f"after about {gib(outside)} for CUDA and NCCL"
     if spare < 0:
         return (
-            f"{text}, {gib(-spare)} GiB more than are free {taken}: torch's allocator has to "
-            "return cached blocks. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+            f"{text}, {gib(-spare)} GiB more than are free {outside_text}: torch's allocator has "
+            "to return cached blocks. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
         )
-    return f"{text}; {gib(spare)} GiB are spare {taken}."
+    return f"{text}; {gib(spare)} GiB are spare {outside_text}."
 
 
 def remedy_line(most_bytes: float, peak_bytes: float, fit: Fit) -> str:
     """Format the peak of the largest rank in GiB, and the difference to that of the command."""
-    less = peak_bytes - most_bytes
-    how = f"{gib(less)} GiB less" if less >= 0 else f"{gib(-less)} GiB more"
+    saved_bytes = peak_bytes - most_bytes
+    how = f"{gib(saved_bytes)} GiB less" if saved_bytes >= 0 else f"{gib(-saved_bytes)} GiB more"
     return f"{gib(most_bytes)} GiB ({how}{'' if fit is Fit.FITS else f'; {fit}'})"
 
 

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from megatron_vshape.rehearsal.adjustments import wrap
-from megatron_vshape.rehearsal.device import KnownNumbers, ignored, known, on_host, values_of
+from megatron_vshape.rehearsal.device import (
+    KnownNumbers,
+    ignored,
+    tensor_with_values,
+    on_host,
+    values_of,
+)
 
 
 class Routing:
@@ -30,8 +36,8 @@ class Routing:
         rows = tokens * cls.topk
         if cls.capacity_factor is None:
             return cls._padded(rows)
-        most = math.ceil(rows / cls.experts * cls.capacity_factor) * cls.experts
-        return most if pads else min(rows, most)
+        capacity = math.ceil(rows / cls.experts * cls.capacity_factor) * cls.experts
+        return capacity if pads else min(rows, capacity)
 
     @classmethod
     def received(cls, tokens: int) -> int:
@@ -51,9 +57,11 @@ class Routing:
     @classmethod
     def counts(cls, rows: int, local: int) -> Tensor:
         """Return the tokens of each local expert as a tensor with known values."""
-        each = rows // (local * cls.multiple) * cls.multiple
+        rows_per_expert = rows // (local * cls.multiple) * cls.multiple
         with on_host():
-            return known([each] * (local - 1) + [rows - each * (local - 1)])
+            return tensor_with_values(
+                [rows_per_expert] * (local - 1) + [rows - rows_per_expert * (local - 1)]
+            )
 
 
 def install(args: Any, imbalance: float) -> None:
@@ -76,9 +84,9 @@ def install(args: Any, imbalance: float) -> None:
     dispatchers.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _exchanged
     gather = dispatchers.MoEAllGatherTokenDispatcher.dispatch_postprocess
 
-    def gathered(self: Any, *given: Any, **options: Any) -> Any:
+    def gathered(self: Any, *inputs: Any, **options: Any) -> Any:
         with ignored():  # the number of rows, see `_permuted`
-            tokens, _, probs = gather(self, *given, **options)
+            tokens, _, probs = gather(self, *inputs, **options)
         return tokens, Routing.counts(tokens.shape[0], self.num_local_experts), probs
 
     dispatchers.MoEAllGatherTokenDispatcher.dispatch_postprocess = gathered
@@ -89,7 +97,7 @@ def install(args: Any, imbalance: float) -> None:
         dispatchers._DeepepManager._indices_to_multihot = _multihot
         dispatchers._DeepepManager._pad_routing_map = lambda self, *padded: padded
     if hasattr(dispatchers, "_HybridEPManager"):
-        wrap(dispatchers._HybridEPManager, "setup_metadata", _padded)
+        wrap(dispatchers._HybridEPManager, "setup_metadata", _set_padded_metadata)
     tensor: Any = Tensor
     tensor.masked_select = _routed
 
@@ -107,19 +115,19 @@ def _exchanged(self: Any, point: Any, tokens_per_expert: Any = None) -> Tensor:
     unit = ranks * shards * (local if Routing.multiple == 1 else Routing.multiple)
     if isinstance(getattr(self, "num_out_tokens", None), Tensor):
         self.num_out_tokens = tokens
-    got = Routing.received(self.routing_map.shape[0]) if ranks > 1 else tokens
-    got = got // unit * unit
+    received = Routing.received(self.routing_map.shape[0]) if ranks > 1 else tokens
+    received = received // unit * unit
     if ranks > 1 or shards > 1:
         self.input_splits = [tokens // ranks] * ranks
-        self.output_splits = [got // ranks] * ranks
-        self.output_splits_tp = KnownNumbers([got] * shards)
-    total = got * shards
+        self.output_splits = [received // ranks] * ranks
+        self.output_splits_tp = KnownNumbers([received] * shards)
+    total = received * shards
     if local > 1:
-        each = total // (shards * ranks * local)
+        rows_per_chunk = total // (shards * ranks * local)
         if self.config.moe_permute_fusion:  # its kernel reads them on the GPU
-            counts: Any = torch.full((shards * ranks, local), each, device="cuda")
+            counts: Any = torch.full((shards * ranks, local), rows_per_chunk, device="cuda")
         else:
-            counts = KnownNumbers([each] * (local * shards * ranks))
+            counts = KnownNumbers([rows_per_chunk] * (local * shards * ranks))
         self.num_global_tokens_per_local_expert = counts
     return Routing.counts(total, local)
 
@@ -130,9 +138,9 @@ def _dispatched(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return *moved, Routing.counts(handle.rows, handle.local), handle
 
 
-def _padded(call: Callable[..., Any], self: Any, *given: Any, **options: Any) -> None:
+def _set_padded_metadata(call: Callable[..., Any], self: Any, *inputs: Any, **options: Any) -> None:
     """Prepare a dispatch by HybridEP, with counts that the host knows if experts are padded."""
-    call(self, *given, **options)
+    call(self, *inputs, **options)
     if self.drop_and_pad:
         self.tokens_per_expert = Routing.counts(self.num_permuted_tokens, self.num_local_experts)
 
@@ -151,9 +159,9 @@ def _permuted(call: Callable[..., Any], tokens: Tensor, routing_map: Tensor, **o
     if known_counts is not None:
         align = options.pop("align_size", 0) if options.get("fused") else 0
         if align:  # the kernel that also pads reads the number of padded rows
-            known_counts = [-(-each // align) * align for each in known_counts]
+            known_counts = [-(-count // align) * align for count in known_counts]
             with on_host():
-                options["tokens_per_expert"] = known(known_counts)
+                options["tokens_per_expert"] = tensor_with_values(known_counts)
         options["num_out_tokens"] = sum(known_counts)
     elif not options.get("num_out_tokens", 1):
         options["num_out_tokens"] = _rows_of(routing_map, routing_map.shape[1])

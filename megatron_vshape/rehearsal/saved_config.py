@@ -93,58 +93,58 @@ class _Callable:
     """Placeholder for a value that a configuration only names: a function or an object."""
 
 
-def is_saved_config(found: Any) -> bool:
+def is_saved_config(content: Any) -> bool:
     """Return whether a file's content is a configuration of Megatron-Bridge."""
-    return isinstance(found, dict) and str(found.get("_target_", "")).startswith(CONTAINER)
+    return isinstance(content, dict) and str(content.get("_target_", "")).startswith(CONTAINER)
 
 
-def config_of_verl(found: Any) -> dict[str, Any] | None:
+def config_of_verl(content: Any) -> dict[str, Any] | None:
     """Return verl's `transformer_config.json` as a configuration of Bridge; None for other content.
 
     verl writes dtypes and enums as text ("torch.bfloat16", "AttnBackend.flash") and omits functions
     and layouts.
     """
-    if not isinstance(found, dict) or not found.keys() >= _VERL_NAMES:
+    if not isinstance(content, dict) or not content.keys() >= _VERL_NAMES:
         return None
     model: dict[str, Any] = {}
-    for name, value in found.items():
+    for name, value in content.items():
         dtype = isinstance(value, str) and value.startswith("torch.")
         enum = re.fullmatch(r"[A-Z]\w+\.(\w+)", value) if isinstance(value, str) else None
         model[name] = {"_target_": value} if dtype else enum[1] if enum else value
     return {"_target_": CONTAINER, "model": model} | _VERL_OTHERS
 
 
-def flags_of_config(found: Mapping[str, Any], given: Iterable[str] = ()) -> list[str]:
+def flags_of_config(config: Mapping[str, Any], extra_flags: Iterable[str] = ()) -> list[str]:
     """Return Megatron's flags for the configuration.
 
-    Settings without a flag are logged in one line. `given` are the flags that follow the file.
+    Settings without a flag are logged in one line. `extra_flags` follow the file.
 
     Raises:
         ScheduleError: Megatron is not installed; or the configuration trains adapters, has only the
             name of a precision recipe, or lacks its pipeline layout.
     """
-    if found.get("peft"):
+    if config.get("peft"):
         raise ScheduleError(
             "the configuration trains adapters (peft), and a rehearsal trains all weights: set "
             "peft to null to see what the model alone needs"
         )
-    sections = _sections(found)
+    sections = _sections(config)
     parser = _Arguments()
     flags: list[str] = []
     lost: list[str] = []
-    seen: set[str] = set()
-    ruled = _by_rule(sections, lost) | _ends(found, sections, given)
+    assigned: set[str] = set()
+    ruled = _by_rule(sections, lost) | _ends(config, sections, extra_flags)
     for dest, value in ruled.items():
-        seen.add(dest)
+        assigned.add(dest)
         flags += parser.words(dest, value) or []
     for section in _SECTIONS:
         for name, value in sections[section].items():
             if name in _BY_RULE or name in _WITHOUT_EFFECT or name.startswith(("_", "inference_")):
                 continue
             dest = parser.dest_of(name)
-            words = [] if dest in seen else parser.words(dest, value)
+            words = [] if dest in assigned else parser.words(dest, value)
             if value is not None:
-                seen.add(dest)
+                assigned.add(dest)
             if words is not None:
                 flags += words
             elif not parser.is_default(section, name, value):
@@ -154,17 +154,17 @@ def flags_of_config(found: Mapping[str, Any], given: Iterable[str] = ()) -> list
     return flags
 
 
-def _sections(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _sections(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the sections, including settings that Bridge adds when a run starts."""
     sections = {
-        name: {key: _plain(value) for key, value in (found.get(name) or {}).items()}
+        name: {key: _plain(value) for key, value in (config.get(name) or {}).items()}
         for name in (*_SECTIONS, "tokenizer", "dataset")
     }
-    inner = (found.get("model") or {}).get("transformer")
+    inner = (config.get("model") or {}).get("transformer")
     if isinstance(inner, dict):  # a builder's configuration contains that of Megatron
         sections["model"] = {key: _plain(value) for key, value in inner.items()} | sections["model"]
         del sections["model"]["transformer"]
-    precision = found.get("mixed_precision")
+    precision = config.get("mixed_precision")
     if isinstance(precision, str):
         name = precision.replace("-", "_")
         if name not in _PRECISIONS:
@@ -173,7 +173,7 @@ def _sections(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
                 f"are {' and '.join(_PRECISIONS)}, and what Bridge writes of a run that has started"
             )
         precision = _PRECISIONS[name]
-    for settings in (found.get("comm_overlap"), precision):
+    for settings in (config.get("comm_overlap"), precision):
         for key, value in (settings or {}).items():
             for section in ("model", "optimizer", "ddp"):
                 if key in sections[section] and value is not None:
@@ -184,7 +184,7 @@ def _sections(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _plain(value: Any) -> Any:
     """Return a value without its `_target_`: the name of an enum, or a dtype as in flags."""
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [_plain(entry) for entry in value]
     if not isinstance(value, dict) or "_target_" not in value:
         return value
     if "_name_" in value:
@@ -240,8 +240,8 @@ def _activation(model: Mapping[str, Any], function: str) -> dict[str, Any]:
     quick = gated and function == "quick_gelu"
     swiglu = gated and not quick
     fused = "bias_swiglu_fusion" if swiglu else "bias_gelu_fusion"
-    known = {"silu"} if gated else {"gelu", "squared_relu"}
-    if not quick and function and function not in known:
+    supported = {"silu"} if gated else {"gelu", "squared_relu"}
+    if not quick and function and function not in supported:
         logger.warning(
             "activation_func %s: rehearsed with %s", function, "silu" if swiglu else "gelu"
         )
@@ -254,17 +254,17 @@ def _activation(model: Mapping[str, Any], function: str) -> dict[str, Any]:
 
 
 def _ends(
-    found: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], given: Iterable[str]
+    config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], extra_flags: Iterable[str]
 ) -> dict[str, Any]:
     """Return the arguments of the activation, of the pipeline layout and of the vocabulary size."""
     model = sections["model"]
-    raw = {**(found["model"].get("transformer") or {}), **found["model"]}
+    raw = {**(config["model"].get("transformer") or {}), **config["model"]}
     function = raw.get("activation_func")
     target = function.get("_target_", "") if isinstance(function, dict) else str(function or "")
-    layout = _layout(raw.get("pipeline_model_parallel_layout"), given)
+    layout = _layout(raw.get("pipeline_model_parallel_layout"), extra_flags)
     chunks = model.get("virtual_pipeline_model_parallel_size")
     by_pattern = model.get("hybrid_layer_pattern") or model.get("hybrid_override_pattern")
-    wanted = None if layout or by_pattern or LAYOUT in given else chunks
+    virtual_stages = None if layout or by_pattern or LAYOUT in extra_flags else chunks
     size, pads = model.get("vocab_size"), bool(model.get("should_pad_vocab"))
     if size is None:
         size, pads = sections["tokenizer"].get("vocab_size"), True
@@ -274,28 +274,28 @@ def _ends(
         size = -(-size // step) * step
     return _activation(model, target.rpartition(".")[2]) | {
         "pipeline_model_parallel_layout": layout,
-        "num_virtual_stages_per_pipeline_rank": None if wanted == 1 else wanted,
+        "num_virtual_stages_per_pipeline_rank": None if virtual_stages == 1 else virtual_stages,
         "padded_vocab_size": size,
         "tokenizer_type": None if size else sections["tokenizer"].get("tokenizer_type"),
     }
 
 
-def _layout(written: Any, given: Iterable[str]) -> str | None:
+def _layout(layout: Any, extra_flags: Iterable[str]) -> str | None:
     """Return a pipeline layout as the flag's text, with stages separated by |.
 
     Raises:
         ScheduleError: The file has an object without its layers.
     """
-    if written is None or LAYOUT in given:
+    if layout is None or LAYOUT in extra_flags:
         return None
-    if isinstance(written, str):
-        return written
-    if isinstance(written, dict):
+    if isinstance(layout, str):
+        return layout
+    if isinstance(layout, dict):
         raise ScheduleError(
             "the configuration has a pipeline layout, of which Bridge wrote no layers once the run "
             f"had begun: give it after the file, {LAYOUT} 'Et*3|t*4|...|L'"
         )
-    stages = [[stage] if isinstance(stage, str) else stage for stage in written]
+    stages = [[stage] if isinstance(stage, str) else stage for stage in layout]
     return "|".join(
         "".join(_LAYERS.get(str(_plain(layer)).lower(), str(layer)) for layer in stage)
         for stage in stages
@@ -344,9 +344,9 @@ class _Arguments:
         """Return whether a setting without a flag has its default value."""
         if isinstance(value, _Callable) or section not in self._defaults:
             return True
-        known = self._defaults[section]
-        if name in known:
-            return _same(value, known[name])
+        defaults = self._defaults[section]
+        if name in defaults:
+            return _same(value, defaults[name])
         return _same(value, _BRIDGE_DEFAULTS.get(name)) or (
             name not in _BRIDGE_DEFAULTS and not value
         )
@@ -359,10 +359,10 @@ class _Arguments:
             from megatron.core.transformer import MLATransformerConfig
         return {
             section: {
-                each.name: each.default
-                if each.default_factory is MISSING
-                else each.default_factory()
-                for each in fields(config)
+                field.name: field.default
+                if field.default_factory is MISSING
+                else field.default_factory()
+                for field in fields(config)
             }
             for section, config in (
                 ("model", MLATransformerConfig),
@@ -376,7 +376,7 @@ def _same(value: Any, default: Any) -> bool:
     if isinstance(default, Enum):
         default = default.name
     elif isinstance(default, list | tuple):
-        default = [each.name if isinstance(each, Enum) else each for each in default]
+        default = [member.name if isinstance(member, Enum) else member for member in default]
         value = value if isinstance(value, list) else [value]
     elif type(default).__name__ == "dtype":
         default = _DTYPES.get(str(default).rpartition(".")[2])
@@ -386,23 +386,25 @@ def _same(value: Any, default: Any) -> bool:
 def _words(action: Action, value: Any) -> list[str] | None:
     flag = action.option_strings[0]
     if isinstance(action, BooleanOptionalAction):
-        flags = [each for each in action.option_strings if each.startswith("--no-") != bool(value)]
+        flags = [
+            option for option in action.option_strings if option.startswith("--no-") != bool(value)
+        ]
         return flags[:1]
     if action.nargs == 0:  # a switch: its constant is what it sets
         if isinstance(value, bool):
             return [flag] if action.const is value else None if action.default is value else []
         return None
     values = value if isinstance(value, list) else [value]
-    if any(isinstance(each, dict | _Callable) for each in values):
+    if any(isinstance(entry, dict | _Callable) for entry in values):
         return None
     if action.nargs is None and isinstance(value, list):
         return _as_one_word(action, value)
     if action.choices is not None:
-        choices = [each.name if isinstance(each, Enum) else each for each in action.choices]
-        if any(each not in choices for each in values):
+        choices = [choice.name if isinstance(choice, Enum) else choice for choice in action.choices]
+        if any(entry not in choices for entry in values):
             return None
     if action.type is int:
-        values = [int(each) if isinstance(each, float) else each for each in values]
+        values = [int(entry) if isinstance(entry, float) else entry for entry in values]
     return [flag, *map(str, values)]
 
 

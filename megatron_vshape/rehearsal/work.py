@@ -26,54 +26,54 @@ class Work:
 
     def copy(self) -> Work:
         """Return a copy of the current counts."""
-        exchanges = {key: list(each) for key, each in self.exchanges.items()}
+        exchanges = {key: list(counts) for key, counts in self.exchanges.items()}
         products, attention = dict(self.products), dict(self.attention_flops)
         return replace(self, products=products, attention_flops=attention, exchanges=exchanges)
 
-    def less(self, other: Work) -> Work:
+    def less(self, earlier: Work) -> Work:
         """Return the difference to an earlier copy."""
-        products = {key: n - other.products.get(key, 0) for key, n in self.products.items()}
+        products = {key: n - earlier.products.get(key, 0) for key, n in self.products.items()}
         attention = {
-            name: flops - other.attention_flops.get(name, 0.0)
+            name: flops - earlier.attention_flops.get(name, 0.0)
             for name, flops in self.attention_flops.items()
         }
         exchanges = {}
         for key, (number, size) in self.exchanges.items():
-            before = other.exchanges.get(key, (0, 0))
-            exchanges[key] = [number - before[0], size - before[1]]
+            earlier_counts = earlier.exchanges.get(key, (0, 0))
+            exchanges[key] = [number - earlier_counts[0], size - earlier_counts[1]]
         return Work(
             {key: number for key, number in products.items() if number},
             {name: flops for name, flops in attention.items() if flops},
-            self.bytes_moved - other.bytes_moved,
-            self.optimizer_bytes - other.optimizer_bytes,
-            self.kernels - other.kernels,
-            {key: each for key, each in exchanges.items() if each[0]},
+            self.bytes_moved - earlier.bytes_moved,
+            self.optimizer_bytes - earlier.optimizer_bytes,
+            self.kernels - earlier.kernels,
+            {key: counts for key, counts in exchanges.items() if counts[0]},
         )
 
-    def plus(self, other: Work, times: int) -> Work:
-        """Return the sum of this work and `times` the other."""
-        made = self.copy()
-        for key, number in other.products.items():
-            made.products[key] = made.products.get(key, 0) + times * number
-        for name, flops in other.attention_flops.items():
-            made.attention_flops[name] = made.attention_flops.get(name, 0.0) + times * flops
-        for exchange, sent in other.exchanges.items():
-            before = made.exchanges.get(exchange, [0, 0])
-            made.exchanges[exchange] = [a + times * b for a, b in zip(before, sent, strict=True)]
-        made.bytes_moved += times * other.bytes_moved
-        made.optimizer_bytes += times * other.optimizer_bytes
-        made.kernels += times * other.kernels
-        return made
+    def plus(self, addend: Work, times: int) -> Work:
+        """Return the sum of this work and `times` the addend."""
+        total = self.copy()
+        for key, number in addend.products.items():
+            total.products[key] = total.products.get(key, 0) + times * number
+        for name, flops in addend.attention_flops.items():
+            total.attention_flops[name] = total.attention_flops.get(name, 0.0) + times * flops
+        for exchange, added in addend.exchanges.items():
+            counts = total.exchanges.get(exchange, [0, 0])
+            total.exchanges[exchange] = [a + times * b for a, b in zip(counts, added, strict=True)]
+        total.bytes_moved += times * addend.bytes_moved
+        total.optimizer_bytes += times * addend.optimizer_bytes
+        total.kernels += times * addend.kernels
+        return total
 
-    def is_close(self, other: Work) -> bool:
+    def is_close(self, reference: Work) -> bool:
         """Return whether the counts are equal up to the rounding of floating-point sums."""
         counts = [
-            (each.products, each.exchanges, each.kernels, each.attention_flops.keys())
-            for each in (self, other)
+            (work.products, work.exchanges, work.kernels, work.attention_flops.keys())
+            for work in (self, reference)
         ]
         sums = [
-            (each.bytes_moved, each.optimizer_bytes, *map(each.attention_flops.get, counts[0][3]))
-            for each in (self, other)
+            (work.bytes_moved, work.optimizer_bytes, *map(work.attention_flops.get, counts[0][3]))
+            for work in (self, reference)
         ]
         return counts[0] == counts[1] and all(map(math.isclose, *sums))
 
@@ -85,25 +85,27 @@ class Work:
         Each microbatch has the collectives of `passes`, the passes of one microbatch. For the first
         microbatch FSDP gathers before its passes, so `passes` should be those of the last one.
         """
-        exchanges = {key: list(each) for key, each in self.exchanges.items()}
+        exchanges = {key: list(counts) for key, counts in self.exchanges.items()}
         for work in passes:
             for key in work.exchanges.keys() & keys & self.exchanges.keys():
                 kind, group, ranks, span = key
                 marked = exchanges.setdefault((kind, group + EACH, ranks, span), [0, 0])
-                for at, count in enumerate(work.exchanges[key]):
-                    marked[at] += microbatches * count
-                    exchanges[key][at] = max(exchanges[key][at] - microbatches * count, 0)
-        return replace(self, exchanges={key: each for key, each in exchanges.items() if each[0]})
+                for index, count in enumerate(work.exchanges[key]):
+                    marked[index] += microbatches * count
+                    exchanges[key][index] = max(exchanges[key][index] - microbatches * count, 0)
+        return replace(
+            self, exchanges={key: counts for key, counts in exchanges.items() if counts[0]}
+        )
 
     def plain(self) -> dict[str, Any]:
         """Return the counts as plain values for JSON."""
-        found = asdict(self)
-        found["products"] = [[*key, number] for key, number in self.products.items()]
-        found["exchanges"] = [
+        values = asdict(self)
+        values["products"] = [[*key, number] for key, number in self.products.items()]
+        values["exchanges"] = [
             {"kind": kind, "group": group, "ranks": ranks, "span": span, "number": n, "bytes": size}
             for (kind, group, ranks, span), (n, size) in self.exchanges.items()
         ]
-        return found
+        return values
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Work:
@@ -112,9 +114,9 @@ class Work:
         for *key, number in plain["products"]:
             products[tuple(key)] = products.get(tuple(key), 0) + number
         exchanges: dict[Any, list[float]] = {}
-        for each in plain["exchanges"]:
-            key = each["kind"], each["group"], each["ranks"], each["span"]
-            exchanges[key] = [each["number"], each["bytes"]]
+        for collective in plain["exchanges"]:
+            key = collective["kind"], collective["group"], collective["ranks"], collective["span"]
+            exchanges[key] = [collective["number"], collective["bytes"]]
         sums = {name: plain[name] for name in ("bytes_moved", "optimizer_bytes", "kernels")}
         attention = dict(plain["attention_flops"])
         return cls(products, attention, exchanges=exchanges, **sums)
@@ -126,15 +128,15 @@ class Work:
         `is_sharded`, the optimizer's bytes.
         """
         exchanges = {}
-        for (kind, group, ranks, span), sent in self.exchanges.items():
+        for (kind, group, ranks, span), counts in self.exchanges.items():
             key = kind, group, ranks, span
             if of_replicas(group):
-                more = max(1, round(ranks * ratio))
+                new_ranks = max(1, round(ranks * ratio))
                 apart = (span - 1) / max(ranks - 1, 1)
-                key = kind, group, more, round((more - 1) * apart) + 1
-            exchanges[key] = sent
-        less = self.optimizer_bytes / (ratio if is_sharded else 1.0)
-        return replace(self, exchanges=exchanges, optimizer_bytes=less)
+                key = kind, group, new_ranks, round((new_ranks - 1) * apart) + 1
+            exchanges[key] = counts
+        optimizer_bytes = self.optimizer_bytes / (ratio if is_sharded else 1.0)
+        return replace(self, exchanges=exchanges, optimizer_bytes=optimizer_bytes)
 
 
 EACH = " in each microbatch"
@@ -149,12 +151,12 @@ def repeated(passes: Iterable[tuple[str, Work]]) -> set[ExchangeKey]:
     Data parallelism reduces gradients in the last microbatch and gathers parameters in the first.
     FSDP does both in each. Passes are named as `F 0 7`; the last word is the microbatch.
     """
-    seen: dict[ExchangeKey, set[str]] = {}
+    microbatches_of: dict[ExchangeKey, set[str]] = {}
     for name, work in passes:
         for key in work.exchanges:
             if key[0].startswith(_SHARDS) and is_once(key[1]):
-                seen.setdefault(key, set()).add(name.split()[-1])
-    return {key for key, microbatches in seen.items() if len(microbatches) > 1}
+                microbatches_of.setdefault(key, set()).add(name.split()[-1])
+    return {key for key, microbatches in microbatches_of.items() if len(microbatches) > 1}
 
 
 def of_replicas(group: str) -> bool:

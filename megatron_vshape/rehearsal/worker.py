@@ -117,7 +117,7 @@ def _start(line: str, running: dict[int, tuple[str, Any]]) -> None:
         os._exit(status)
 
 
-def _child(given: dict[str, Any], answer: TextIO) -> int:
+def _child(job: dict[str, Any], answer: TextIO) -> int:
     with tempfile.TemporaryFile("w+") as log, tempfile.TemporaryDirectory() as folder:
         for descriptor in (1, 2):
             os.dup2(log.fileno(), descriptor)
@@ -129,12 +129,12 @@ def _child(given: dict[str, Any], answer: TextIO) -> int:
             from megatron_vshape.rehearsal.repeats import NotRepeatedError
 
             try:
-                found = rehearse(RankJob(**given)).to_json()
+                result = rehearse(RankJob(**job)).to_json()
             except NotRepeatedError as error:
-                found = {AGAIN: str(error)}
+                result = {AGAIN: str(error)}
         except BaseException as error:
-            found = {"error": _sentence(error, log), "log": _tail(log, traceback.format_exc())}
-        json.dump(found, answer)
+            result = {"error": _sentence(error, log), "log": _tail(log, traceback.format_exc())}
+        json.dump(result, answer)
         answer.flush()
     return 0
 
@@ -169,10 +169,10 @@ def _raised_at(error: BaseException) -> str:
     return f"{frames[-1].line} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
 
 
-def _tail(log: TextIO, more: str) -> str:
+def _tail(log: TextIO, trace: str) -> str:
     log.flush()
     log.seek(0)
-    return log.read()[-LOG_CHARACTERS:] + more[:LOG_CHARACTERS] + more[-LOG_CHARACTERS:]
+    return log.read()[-LOG_CHARACTERS:] + trace[:LOG_CHARACTERS] + trace[-LOG_CHARACTERS:]
 
 
 def _answer_one(running: dict[int, tuple[str, Any]], out: TextIO) -> None:
@@ -180,18 +180,18 @@ def _answer_one(running: dict[int, tuple[str, Any]], out: TextIO) -> None:
     line, answer = running.pop(process)
     answer.seek(0)
     text = answer.read()
-    given = json.loads(line)
+    job = json.loads(line)
     if text:
-        found = json.loads(text)
-        if AGAIN in found:
+        result = json.loads(text)
+        if AGAIN in result:
             answer.close()
-            _start(json.dumps(given | {"traces_all": True}), running)
+            _start(json.dumps(job | {"traces_all": True}), running)
             return
     else:
         how = ending(os.waitstatus_to_exitcode(status))
-        found = {"error": f"the process of rank {given['rank']} ended {how}", "log": ""}
+        result = {"error": f"the process of rank {job['rank']} ended {how}", "log": ""}
     answer.close()
-    print(json.dumps({"name": given.get("name", ""), "rank": given["rank"], **found}), file=out)
+    print(json.dumps({"name": job.get("name", ""), "rank": job["rank"], **result}), file=out)
     out.flush()
 
 
