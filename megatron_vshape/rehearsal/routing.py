@@ -13,8 +13,8 @@ from megatron_vshape.rehearsal.adjustments import wrap
 from megatron_vshape.rehearsal.device import (
     KnownNumbers,
     ignored,
-    tensor_with_values,
     on_host,
+    tensor_with_values,
     values_of,
 )
 
