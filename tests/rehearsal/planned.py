@@ -20,22 +20,26 @@ def off_the_plan(schedule: Schedule, ranks: Sequence[dict[str, Any]]) -> dict[in
     names = (*_OF_A_STAGE, "offloaded_bytes", "logits_bytes")
     amounts = {name: [1.0] * schedule.num_stages for name in names}
     for rank in ranks:
-        adds = {(each["kind"], each["chunk"]): each["adds_bytes"] for each in rank["kinds"]}
-        own = [at for at, device in enumerate(schedule.placement) if device == rank["rank"]]
-        for chunk, stage in enumerate(own):
+        adds = {(report["kind"], report["chunk"]): report["adds_bytes"] for report in rank["kinds"]}
+        local_stages = [
+            stage for stage, device in enumerate(schedule.placement) if device == rank["rank"]
+        ]
+        for chunk, stage in enumerate(local_stages):
             for name, kinds in _OF_A_STAGE.items():
                 amounts[name][stage] = sum(adds.get((kind, chunk), 0.0) for kind in kinds)
             amounts["offloaded_bytes"][stage] = -adds.get(("L", chunk), 0.0)
             assert adds.get(("L", chunk), -1.0) < 0, f"nothing of stage {stage} waits on the host"
-            amounts["logits_bytes"][stage] = sum(adds.get(("S", at), 0.0) for at in range(len(own)))
+            amounts["logits_bytes"][stage] = sum(
+                adds.get(("S", index), 0.0) for index in range(len(local_stages))
+            )
     unused = {
         name
         for name, kind in (("offloaded_bytes", "L"), ("logits_bytes", "S"))
-        if not any(each.kind == kind for row in schedule.order for each in row)
+        if not any(work.kind == kind for row in schedule.order for work in row)
     }
     ones = (1.0,) * schedule.num_stages
-    given = {name: tuple(each) for name, each in amounts.items() if name not in unused}
-    planned = peak_held(schedule, Costs(ones, ones, ones, 0.0, ones, ones).having(**given))
+    used_amounts = {name: tuple(values) for name, values in amounts.items() if name not in unused}
+    planned = peak_held(schedule, Costs(ones, ones, ones, 0.0, ones, ones).having(**used_amounts))
     return {
         rank["rank"]: rank["held_between_passes_bytes"] / planned[rank["rank"]] - 1
         for rank in ranks
@@ -51,16 +55,16 @@ def with_copies(schedule: Schedule) -> Schedule:
 def _copied(row: tuple[Pass, ...], stage: int) -> tuple[Pass, ...]:
     """Return a row whose copies begin right behind F, end a pass later, and return before B."""
     out: list[Pass] = []
-    left: list[Pass] = []
+    pending: list[Pass] = []
     for work in row:
         copies = [Pass(kind, work.stage, work.microbatch) for kind in OFFLOAD]
         away = work.stage == stage and work.microbatch % 2 == 0
         if away and work.kind == "B":
             out += copies[2:]
         out.append(work)
-        out += left
-        left = []
+        out += pending
+        pending = []
         if away and work.kind == "F":
             out.append(copies[0])
-            left = [copies[1]]
+            pending = [copies[1]]
     return tuple(out)

@@ -17,11 +17,11 @@ FIXED, EXPANDABLE = AllocatorSettings(), AllocatorSettings(expandable_segments=T
 def reserved_after(settings: AllocatorSettings, *sizes: int) -> list[float]:
     """Return the reserved MiB after each of these requests."""
     allocator = Allocator(settings)
-    found = []
+    reserved = []
     for size in sizes:
         allocator.allocate(size)
-        found.append(allocator.reserved / MIB)
-    return found
+        reserved.append(allocator.reserved / MIB)
+    return reserved
 
 
 def test_segments_follow_the_size_of_the_request() -> None:
@@ -52,13 +52,13 @@ def test_the_block_that_expands_least_is_the_best_fit() -> None:
 
 def test_freed_neighbors_merge_and_small_rests_are_not_split() -> None:
     allocator = Allocator(FIXED)
-    left, right = allocator.allocate(5 * MIB), allocator.allocate(5 * MIB)
-    allocator.free(left)
-    allocator.free(right)
-    whole = allocator.allocate(9 * MIB + 512)  # of the 20 MiB of the merged segment
-    assert (whole.address, whole.size) == (left.address, 9 * MIB + 512)
-    rest = allocator.allocate(10 * MIB - 512)
-    assert (rest.size, allocator.reserved) == (11 * MIB - 512, 20 * MIB)  # 1 MiB stays in the block
+    first, second = allocator.allocate(5 * MIB), allocator.allocate(5 * MIB)
+    allocator.free(first)
+    allocator.free(second)
+    merged = allocator.allocate(9 * MIB + 512)  # of the 20 MiB of the merged segment
+    assert (merged.address, merged.size) == (first.address, 9 * MIB + 512)
+    tail = allocator.allocate(10 * MIB - 512)
+    assert (tail.size, allocator.reserved) == (11 * MIB - 512, 20 * MIB)  # 1 MiB stays in the block
 
 
 def test_large_blocks_are_not_split_above_the_limit() -> None:
@@ -76,16 +76,16 @@ def test_large_blocks_are_not_split_above_the_limit() -> None:
     ("divisions", "size", "rounded"), [(0, 1200, 1536), (4, 5000, 5120), (4, 4096, 4096)]
 )
 def test_sizes_are_rounded(divisions: int, size: int, rounded: int) -> None:
-    given = f"expandable_segments:False,roundup_power2_divisions:{divisions}"
-    assert AllocatorSettings.of({"PYTORCH_ALLOC_CONF": given}).rounded(size) == rounded
+    settings = f"expandable_segments:False,roundup_power2_divisions:{divisions}"
+    assert AllocatorSettings.of({"PYTORCH_ALLOC_CONF": settings}).rounded(size) == rounded
 
 
 def test_schedules_use_expandable_segments_unless_the_user_decides() -> None:
-    given = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}
     assert AllocatorSettings.of_run({}, has_schedule=True, registers=False) == EXPANDABLE
     assert AllocatorSettings.of_run({}, has_schedule=True, registers=True) == FIXED
     assert AllocatorSettings.of_run({}, has_schedule=False, registers=False) == FIXED
-    assert AllocatorSettings.of_run(given, has_schedule=True, registers=False) == FIXED
+    assert AllocatorSettings.of_run(environment, has_schedule=True, registers=False) == FIXED
 
 
 def test_cached_blocks_return_only_if_memory_is_needed() -> None:
@@ -103,10 +103,10 @@ def test_an_emptied_cache_keeps_pages_in_use(settings: AllocatorSettings) -> Non
     blocks = [allocator.allocate(size * MIB) for size in (40, 15, 40)]
     for block in blocks[::2]:
         allocator.free(block)
-    before = allocator.reserved
+    reserved = allocator.reserved
     allocator.empty_cache()
     # Pages of 20 MiB: the block in use is in one page, from 40 to 55 MiB.
-    assert (before, allocator.reserved) == ((96 * MIB, 16 * MIB), (100 * MIB, 20 * MIB))[
+    assert (reserved, allocator.reserved) == ((96 * MIB, 16 * MIB), (100 * MIB, 20 * MIB))[
         settings.expandable_segments
     ]
 

@@ -53,12 +53,12 @@ def test_a_stage_of_a_pattern_has_all_its_symbols() -> None:
     nothing = Piece(0.0, 0.0, 0.0, 0.0, 0.0)
     layer = Piece(*(8.0,) * 5)
     counted = Counted(Pieces(layer, nothing, nothing, 0.0), 0.0, 0.0, Rates(), 8.0, 0.0)
-    priced = of_unlike_layers(counted, command, 4)
-    stage = priced.pieces.costs((1, 1, 1, 1, 1, 1, 1, 1)).forward_us
+    costs = of_unlike_layers(counted, command, 4)
+    stage = costs.pieces.costs((1, 1, 1, 1, 1, 1, 1, 1)).forward_us
     mamba, attention, mlp = stage[0], stage[3], stage[6]
     assert 4 * mamba + attention + mlp == pytest.approx(8)
     assert mlp / attention == pytest.approx(8 / 4)  # without a sequence, as their weights
-    assert priced.layer_flops == pytest.approx(attention + mlp)  # a layer of a GPT
+    assert costs.layer_flops == pytest.approx(attention + mlp)  # a layer of a GPT
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_stage_of_a_pattern_has_all_its_symbols() -> None:
 )
 def test_dense_layers_are_read_as_megatron_reads_them(frequency: str, dense: list[int]) -> None:
     layers = layers_with_experts(EXPERTS.having(moe_layer_freq=frequency).option)
-    assert [layer for layer, has in enumerate(layers) if not has] == dense
+    assert [layer for layer, has_experts in enumerate(layers) if not has_experts] == dense
 
 
 @pytest.mark.parametrize("frequency", ["__import__('os')", "(1"])
@@ -86,7 +86,7 @@ def test_dense_layers_of_a_model_with_experts_are_counted_too() -> None:
     command = EXPERTS.having(moe_layer_freq="([0]*3+[1]*13)")
     few, _ = least_of(command)
     assert counted_ranks(few) == range(3)
-    dense = [not each for each in layers_with_experts(few.option)]
+    dense = [not has_experts for has_experts in layers_with_experts(few.option)]
     assert dense == [rank == 2 for rank in v_shape(PIPELINE)]
     every, _ = least_of(command.having(moe_layer_freq=1))
     assert counted_ranks(every) == range(2)
@@ -109,8 +109,8 @@ def rank(stage: int, always: int, parameters: tuple[int, int] = (1, 1)) -> RankR
     """Return the report of a counted rank with 2000 bytes of states and 40 kept in layers."""
     amounts = {"F": (100, 130), "BW": (-90, 20), "B": (-60, 30), "W": (-40, 0)}
     kinds = [
-        pass_of(kind, chunk=chunk, adds_bytes=adds, meanwhile_bytes=most)
-        for kind, (adds, most) in amounts.items()
+        pass_of(kind, chunk=chunk, adds_bytes=adds, meanwhile_bytes=meanwhile)
+        for kind, (adds, meanwhile) in amounts.items()
         for chunk in (0, 1)
     ]
     parts = {"weights": 2000, "gradients": 0, "optimizer": 0}
@@ -138,24 +138,24 @@ def test_messages_and_replaced_memory_are_in_the_costs() -> None:
     # A layer keeps 20 bytes until its next forward, but the others have freed their inputs by then.
     assert costs.device_bytes == 5
     assert costs.state_bytes == (*(1000 + 20 - MESSAGE,) * 7, 1000 + 20 - MESSAGE + 12 - 5)
-    theirs = under_megatron(costs, MESSAGE).lists()
-    assert theirs["forward_work_bytes"] == (40, *(40 + 2 * MESSAGE,) * 7)
-    assert theirs["whole_work_bytes"] == (28, *(28 + MESSAGE,) * 6, 28)
+    megatron_costs = under_megatron(costs, MESSAGE).lists()
+    assert megatron_costs["forward_work_bytes"] == (40, *(40 + 2 * MESSAGE,) * 7)
+    assert megatron_costs["whole_work_bytes"] == (28, *(28 + MESSAGE,) * 6, 28)
 
 
 def test_parameters_are_counted_without_the_inputs_that_layers_keep() -> None:
-    found = counted((rank(0, 12, (5, 4)), rank(1, 5)), EXPERTS, GPUS["h100"], 32, 4)
-    assert found.parameters == Parameters(1.0, 4.0, 3.0)
-    assert found.state_bytes_per_parameter == 1000
-    assert found.pieces.layer.state_bytes == 1000 + 20 - MESSAGE
+    costs = counted((rank(0, 12, (5, 4)), rank(1, 5)), EXPERTS, GPUS["h100"], 32, 4)
+    assert costs.parameters == Parameters(1.0, 4.0, 3.0)
+    assert costs.state_bytes_per_parameter == 1000
+    assert costs.pieces.layer.state_bytes == 1000 + 20 - MESSAGE
 
 
-@pytest.mark.parametrize(("more", "distance"), [((), 8), (("--use-tp-pp-dp-mapping",), 2)])
+@pytest.mark.parametrize(("order", "distance"), [((), 8), (("--use-tp-pp-dp-mapping",), 2)])
 def test_messages_between_neighboring_ranks_of_a_node_use_its_fast_links(
-    more: tuple[str, ...], distance: int
+    order: tuple[str, ...], distance: int
 ) -> None:
     """The rank order decides: they used the network even if stages are TP x CP ranks apart."""
-    flags = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "4", *more)
+    flags = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "4", *order)
     command, gpu, size = Command("pretrain_gpt.py", flags), GPUS["h100"], 2**24
     ranks = [replace(rank(stage, 5), message_bytes=size) for stage in (0, 1)]
     pieces = counted(ranks, command, gpu, 32, 4).pieces

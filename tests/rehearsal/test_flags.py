@@ -53,10 +53,10 @@ def test_a_command_is_read_as_it_stands_in_a_script() -> None:
 def test_the_gpus_of_a_script_are_those_that_torchrun_starts(
     tmp_path: Path, script: str, gpus: int | None, message: str
 ) -> None:
-    before = 'A=(--bf16)\nWORDS="--nproc-per-node=64"\n'
-    command = read_command([written(tmp_path, "a.sh", f"{before}{script}\n")])
-    found, why = launched_gpus(command)
-    assert found == gpus
+    assignments = 'A=(--bf16)\nWORDS="--nproc-per-node=64"\n'
+    command = read_command([written(tmp_path, "a.sh", f"{assignments}{script}\n")])
+    num_gpus, why = launched_gpus(command)
+    assert num_gpus == gpus
     assert bool(why) == bool(message)
     assert re.search(message.replace("$", r"\$"), why)
     assert not any("nodes" in flag for flag in command.flags)
@@ -84,8 +84,8 @@ def test_the_gpus_of_a_script_are_those_that_torchrun_starts(
 def test_slurm_has_the_number_of_gpus_if_torchrun_has_not(
     tmp_path: Path, options: str, start: str, gpus: int | None
 ) -> None:
-    first, _, rest = options.partition(" --")
-    lines = [f"#SBATCH {first}", *([f"#SBATCH --{rest}"] if rest else []), "A=1", start]
+    first, _, second = options.partition(" --")
+    lines = [f"#SBATCH {first}", *([f"#SBATCH --{second}"] if second else []), "A=1", start]
     script = "\n".join(["#!/bin/bash", *lines, "#SBATCH --nodes=99"])
     assert launched_gpus(read_command([written(tmp_path, "a.sh", script)]))[0] == gpus
 
@@ -209,7 +209,7 @@ NVTE_X=1 torchrun "${NODES[@]}" pretrain_gpt.py --num-layers $LAYERS $MORE "${KI
 
 
 @pytest.mark.parametrize(
-    ("given", "flags"),
+    ("words", "flags"),
     [
         (["7B"], "--num-layers 32 --swiglu --bf16"),
         (["70B"], "--num-layers 80 --swiglu --bf16"),
@@ -218,10 +218,10 @@ NVTE_X=1 torchrun "${NODES[@]}" pretrain_gpt.py --num-layers $LAYERS $MORE "${KI
     ],
 )
 def test_the_branch_of_a_script_that_bash_takes_is_read(
-    tmp_path: Path, given: list[str], flags: str
+    tmp_path: Path, words: list[str], flags: str
 ) -> None:
-    command = read_command([written(tmp_path, "train.sh", BRANCHES), *given])
-    assert command.flags == (*flags.split(), *given[2:])
+    command = read_command([written(tmp_path, "train.sh", BRANCHES), *words])
+    assert command.flags == (*flags.split(), *words[2:])
     assert command.environment == {"NVTE_X": "1"}
 
 
@@ -272,21 +272,23 @@ def test_a_file_of_flags_is_read(tmp_path: Path) -> None:
 
 
 def test_what_needs_files_is_left_out() -> None:
-    given = "--data-path 1 a 2 b --num-layers 8 --tokenizer-type X --vocab-size 99 --load c --bf16"
-    left = without_files(Command("pretrain_gpt.py", tuple(given.split())))
-    assert left[:3] == ["--num-layers", "8", "--bf16"]
-    assert left[left.index("--vocab-size") + 1] == "99"
-    assert not {"--data-path", "--load", "a", "b", "c"} & set(left)
+    command = (
+        "--data-path 1 a 2 b --num-layers 8 --tokenizer-type X --vocab-size 99 --load c --bf16"
+    )
+    flags = without_files(Command("pretrain_gpt.py", tuple(command.split())))
+    assert flags[:3] == ["--num-layers", "8", "--bf16"]
+    assert flags[flags.index("--vocab-size") + 1] == "99"
+    assert not {"--data-path", "--load", "a", "b", "c"} & set(flags)
 
 
 def test_paths_of_files_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dry run has a working directory of its own."""
     (tmp_path / "plan.json").touch()
     monkeypatch.chdir(tmp_path)
-    given = "--pipeline-schedule plan.json --pipeline-costs=plan.json --spec no.py"
-    left = without_files(Command("pretrain_gpt.py", tuple(given.split())), 99)
+    command = "--pipeline-schedule plan.json --pipeline-costs=plan.json --spec no.py"
+    flags = without_files(Command("pretrain_gpt.py", tuple(command.split())), 99)
     file = tmp_path.resolve() / "plan.json"
-    assert " ".join(left[:5]) == f"--pipeline-schedule {file} --pipeline-costs={file} --spec no.py"
+    assert " ".join(flags[:5]) == f"--pipeline-schedule {file} --pipeline-costs={file} --spec no.py"
 
 
 def test_deterministic_mode_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,9 +301,9 @@ def test_deterministic_mode_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_variables_that_megatron_checks_stay() -> None:
     """Two cases of Megatron-LM ended in its check of NCCL_GRAPH_REGISTER, which they set."""
-    given = {"NCCL_GRAPH_REGISTER": "0", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    command = Command("pretrain_gpt.py", (), {**given, "NCCL_NVLS_ENABLE": "0"})
-    assert environment_of(command).items() >= given.items()
+    variables = {"NCCL_GRAPH_REGISTER": "0", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    command = Command("pretrain_gpt.py", (), {**variables, "NCCL_NVLS_ENABLE": "0"})
+    assert environment_of(command).items() >= variables.items()
     assert "NCCL_NVLS_ENABLE" not in environment_of(command)
 
 
@@ -422,17 +424,17 @@ def test_parentheses_in_quotes_do_not_end_an_array(tmp_path: Path) -> None:
 
 
 def test_several_numbers_of_one_flag_are_several_words() -> None:
-    given = {"--hierarchical-context-parallel-sizes": "2 4", "--data-path": "a b"}
-    assert flags_of(given) == [
+    values = {"--hierarchical-context-parallel-sizes": "2 4", "--data-path": "a b"}
+    assert flags_of(values) == [
         "--hierarchical-context-parallel-sizes", "2", "4", "--data-path", "a b"
     ]  # fmt: skip
 
 
 def test_fill_in_the_middle_is_data() -> None:
     flags = ["--bf16", "--fim-data", "--fim-rate", "0.5", "--fim-prefix-token", "<p>"]
-    left = without_files(Command("pretrain_gpt.py", tuple(flags)), 32000)
-    assert left[0] == "--bf16"
-    assert not any("fim" in each for each in left)
+    remaining = without_files(Command("pretrain_gpt.py", tuple(flags)), 32000)
+    assert remaining[0] == "--bf16"
+    assert not any("fim" in flag for flag in remaining)
 
 
 @pytest.mark.parametrize(

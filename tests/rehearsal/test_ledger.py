@@ -524,10 +524,10 @@ def test_a_killed_worker_names_the_signal(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.fixture(scope="module")
 def wrong() -> dict[str, str]:
     """What is wrong with each case, all run in one process."""
-    given = json.dumps({name: textwrap.dedent(body) for name, body in CASES.items()})
+    cases = json.dumps({name: textwrap.dedent(body) for name, body in CASES.items()})
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        input=given,
+        input=cases,
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],

@@ -67,11 +67,19 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
 def test_ranks_hold_what_is_planned(te_python: Path, tmp_path: Path, name: str, model: str) -> None:
     schedule = SCHEDULES[name]()
     megatron_vshape.verify(schedule)
-    plan, found = tmp_path / "schedule.json", tmp_path / "found.json"
-    plan.write_text(schedule.to_json())
-    command = [sys.executable, "-m", "megatron_vshape", "rehearse", "--alone", "--json", str(found)]
+    plan_file, report = tmp_path / "schedule.json", tmp_path / "found.json"
+    plan_file.write_text(schedule.to_json())
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_vshape",
+        "rehearse",
+        "--alone",
+        "--json",
+        str(report),
+    ]
     command += ["--te", str(te_python), "--ranks", os.environ.get("REAL_SIZE_RANKS", "all"), "--"]
-    flags = [*COMMON, *MODELS[model].split(), "--pipeline-schedule", str(plan)]
+    flags = [*COMMON, *MODELS[model].split(), "--pipeline-schedule", str(plan_file)]
     ran = subprocess.run(
         [*command, "pretrain_gpt.py", *flags],
         capture_output=True,
@@ -80,5 +88,5 @@ def test_ranks_hold_what_is_planned(te_python: Path, tmp_path: Path, name: str, 
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
-    off = off_the_plan(schedule, json.loads(found.read_text())["ranks"])
+    off = off_the_plan(schedule, json.loads(report.read_text())["ranks"])
     assert max(map(abs, off.values())) < 0.02, off

@@ -49,8 +49,8 @@ def rehearse(run: Run, folder: Path, flags: list[str], *options: str) -> tuple[s
 
 def test_a_tiny_run_holds_what_its_sizes_say(tmp_path: Path) -> None:
     """As a user starts it: in processes of its own."""
-    printed, found = rehearse(alone, tmp_path, TINY)
-    first, last = found["ranks"]
+    printed, report = rehearse(alone, tmp_path, TINY)
+    first, last = report["ranks"]
     assert [first["rank"], last["rank"]] == [0, 1]
     attention, mlp, norms = 4 * HIDDEN**2, 2 * HIDDEN * VOCABULARY, 4 * HIDDEN
     of_layers = LAYERS // 2 * (attention + mlp + norms)
@@ -70,11 +70,11 @@ def test_a_tiny_run_holds_what_its_sizes_say(tmp_path: Path) -> None:
     assert first["parts"]["logits"] == 0
     assert last["parts"]["logits"] >= 4 * logits
     assert first["parts"]["activations"] > 1.5 * last["parts"]["activations"]
-    assert found["step_s"] > 0
-    assert found["assumed"]["gpu"] == "h100"
+    assert report["step_s"] > 0
+    assert report["assumed"]["gpu"] == "h100"
     assert "rank 1: peak in" in printed
     assert "reserves about 0.1 GiB (peak 0.1)" in printed
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["found.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json"]
 
 
 @pytest.fixture(scope="module")
@@ -91,31 +91,31 @@ def v_half(
 def test_a_v_is_rehearsed_beside_megatrons_own(
     v_half: tuple[str, dict[str, Any], Path],
 ) -> None:
-    printed, found, saved = v_half
-    first, last = found["ranks"]
-    kinds = {(each["kind"], each["chunk"]) for each in first["kinds"]}
+    printed, report, saved = v_half
+    first, last = report["ranks"]
+    kinds = {(passes["kind"], passes["chunk"]) for passes in first["kinds"]}
     assert kinds >= {(kind, chunk) for kind in ("F", "B", "W") for chunk in (0, 1)}
     assert first["parts"]["logits"] > last["parts"]["logits"] == 0  # a V has both ends on rank 0
     assert "Megatron's own schedule: peak" in printed
     schedule = make("v-half", 2, first["microbatches"])
-    off = off_the_plan(schedule, found["ranks"])
+    off = off_the_plan(schedule, report["ranks"])
     assert max(map(abs, off.values())) < 0.03  # messages are not in the plan
     assert saved.read_text().count("GiB") == 2  # a panel per rank
     for rank in (first, last):
-        assert all(max(held[who] for _, _, held in rank["curve"]) > 0 for who in "FB")
+        assert all(max(sizes[who] for _, _, sizes in rank["curve"]) > 0 for who in "FB")
 
 
 @pytest.mark.usefixtures("te_python")
 def test_w_gathers_what_b_keeps_a_part_of(warm: Warm, tmp_path: Path) -> None:
     shards = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
     flags = [*TINY, "--transformer-impl", "transformer_engine", *shards]
-    _, found = rehearse(warm, tmp_path, [*flags, "--pipeline-schedule", "v-half"], "--alone")
-    ran = {each["kind"]: each for each in found["ranks"][1]["kinds"] if each["chunk"] == 0}
+    _, report = rehearse(warm, tmp_path, [*flags, "--pipeline-schedule", "v-half"], "--alone")
+    ran = {entry["kind"]: entry for entry in report["ranks"][1]["kinds"] if entry["chunk"] == 0}
     number = {
         kind: sum(
-            each["number"]
-            for each in ran[kind]["work"]["exchanges"]
-            if each["kind"].startswith("all_gather")
+            entry["number"]
+            for entry in ran[kind]["work"]["exchanges"]
+            if entry["kind"].startswith("all_gather")
         )
         for kind in ("B", "W")
     }
@@ -130,34 +130,36 @@ def test_w_gathers_what_b_keeps_a_part_of(warm: Warm, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("te_python")
 def test_memory_of_graphs_is_counted_apart(warm: Warm, tmp_path: Path) -> None:
     """Captured in step 2 by its flags, which a rehearsal has none of."""
-    own = ["--transformer-impl", "transformer_engine", "--pipeline-schedule", "v-half"]
+    schedule_flags = ["--transformer-impl", "transformer_engine", "--pipeline-schedule", "v-half"]
     graphs = ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-warmup-steps", "1"]
-    printed, found = rehearse(warm, tmp_path, [*TINY, *own, *graphs], "--alone")
-    _, eager = rehearse(warm, tmp_path, [*TINY, *own], "--alone")
-    for rank, other in zip(found["ranks"], eager["ranks"], strict=True):
-        assert rank["peak_bytes"] == other["peak_bytes"]  # split alike
-        assert other["graph_bytes"] is None
+    printed, report = rehearse(warm, tmp_path, [*TINY, *schedule_flags, *graphs], "--alone")
+    _, eager = rehearse(warm, tmp_path, [*TINY, *schedule_flags], "--alone")
+    for rank, eager_rank in zip(report["ranks"], eager["ranks"], strict=True):
+        assert rank["peak_bytes"] == eager_rank["peak_bytes"]  # split alike
+        assert eager_rank["graph_bytes"] is None
         parts = rank["graph_bytes"]
         assert sum(parts.values()) > rank["peak_bytes"] > max(parts.values())
         assert min(parts.values()) > 0
         hidden = 2 * 2 * TOKENS * HIDDEN  # bytes of a layer's input
         assert parts["inputs"] % hidden == 0
     assert "CUDA graphs' pool" in printed
-    run = [*TINY, *own[:2]]
-    counted, plain = (costs_of(warm, tmp_path, [*run, *more]) for more in (graphs, []))
+    run = [*TINY, *schedule_flags[:2]]
+    counted, plain = (
+        costs_of(warm, tmp_path, [*run, *extra_flags]) for extra_flags in (graphs, [])
+    )
     for with_graphs, without in zip(
         counted.held_after_forward_bytes, plain.held_after_forward_bytes, strict=True
     ):
         assert with_graphs - without == hidden * LAYERS // 4
     assert counted.held_after_backward_bytes == plain.held_after_backward_bytes
-    schedule = make("v-half", 2, found["ranks"][0]["microbatches"])
-    more = [
+    schedule = make("v-half", 2, report["ranks"][0]["microbatches"])
+    graph_bytes = [
         captured - uncaptured
         for captured, uncaptured in zip(
             peak_held(schedule, counted), peak_held(schedule, plain), strict=True
         )
     ]
-    for rank, planned in zip(found["ranks"], more, strict=True):
+    for rank, planned in zip(report["ranks"], graph_bytes, strict=True):
         reserved = sum(rank["graph_bytes"].values())
         assert 0 < reserved - rank["peak_bytes"] <= 1.05 * planned < 4 * 2**20
 
@@ -173,12 +175,13 @@ def test_what_waits_in_host_memory_is_not_on_the_gpu(warm: Warm, tmp_path: Path)
     schedule = with_copies(make("v-half", 2, 8))
     plan = tmp_path / "plan.json"
     plan.write_text(schedule.to_json())
-    _, found = rehearse(warm, tmp_path, [*TINY, "--pipeline-schedule", str(plan)], "--alone")
+    _, report = rehearse(warm, tmp_path, [*TINY, "--pipeline-schedule", str(plan)], "--alone")
     adds = {
-        (each["kind"], each["chunk"]): each["adds_bytes"] for each in found["ranks"][1]["kinds"]
+        (passes["kind"], passes["chunk"]): passes["adds_bytes"]
+        for passes in report["ranks"][1]["kinds"]
     }
     assert adds["R", 0] == -adds["L", 0] > 0.9 * adds["F", 0]
-    off = off_the_plan(schedule, found["ranks"])
+    off = off_the_plan(schedule, report["ranks"])
     assert max(map(abs, off.values())) < 0.05  # messages are not in the plan
 
 
@@ -201,7 +204,7 @@ def test_what_cannot_be_is_told_in_a_sentence(
 
 
 def test_a_backward_that_never_ends_is_reported(warm: Warm, tmp_path: Path) -> None:
-    biased = [each for each in TINY if each != "--disable-bias-linear"]
+    biased = [flag for flag in TINY if flag != "--disable-bias-linear"]
     recomputed = "--recompute-granularity selective --recompute-modules mlp".split()
     words = ["rehearse", "--ranks", "last", "--", "pretrain_gpt.py", *biased, *recomputed]
     ran = warm(tmp_path, *words)
@@ -226,8 +229,8 @@ def test_a_backward_that_never_ends_is_reported(warm: Warm, tmp_path: Path) -> N
 def test_check_runs_the_start_up_checks_alone(
     warm: Warm, tmp_path: Path, flags: str, status: int, printed: str
 ) -> None:
-    given = [*TINY, "--pipeline-schedule", *flags.split()]
-    ran = warm(tmp_path, "rehearse", "--check", "--", "pretrain_gpt.py", *given)
+    flags_of_run = [*TINY, "--pipeline-schedule", *flags.split()]
+    ran = warm(tmp_path, "rehearse", "--check", "--", "pretrain_gpt.py", *flags_of_run)
     assert ran.returncode == status, ran.stderr
     assert printed in ran.stdout.splitlines()[-1]
     translated = "num_layers_per_virtual_pipeline_stage 1: " in ran.stdout
@@ -290,7 +293,7 @@ def test_check_rejects_a_command_whose_first_step_raises(
 
 
 def test_fused_rope_of_local_layers_has_a_flag_that_helps(warm: Warm, tmp_path: Path) -> None:
-    flags = [each for each in TINY if each != "--no-rope-fusion"]
+    flags = [flag for flag in TINY if flag != "--no-rope-fusion"]
     ran = warm(tmp_path, "rehearse", "--ranks", "last", "--", "pretrain_gpt.py", *flags)
     assert ran.returncode == 2
     assert "Please install TE >= 1.4. Or add --no-rope-fusion: without it" in ran.stderr
@@ -312,8 +315,8 @@ def test_a_host_has_as_many_ranks_as_gpus(
 
 
 def test_a_run_of_two_steps_is_rehearsed(warm: Warm, tmp_path: Path) -> None:
-    _, found = rehearse(warm, tmp_path, [*TINY, "--train-iters", "2"], "--ranks", "last")
-    assert found["ranks"][0]["held_bytes"] > 0
+    _, report = rehearse(warm, tmp_path, [*TINY, "--train-iters", "2"], "--ranks", "last")
+    assert report["ranks"][0]["held_bytes"] > 0
 
 
 FSDP = """
@@ -327,17 +330,17 @@ def test_fsdp_exchanges_in_every_microbatch(warm: Warm, tmp_path: Path) -> None:
     ranks = []
     for batch in ("16", "128"):
         flags = [*TINY, *FSDP, "--global-batch-size", batch]
-        _, found = rehearse(warm, tmp_path, flags, "--gpus", "4")
-        ranks.append(found["ranks"][0])
+        _, report = rehearse(warm, tmp_path, flags, "--gpus", "4")
+        ranks.append(report["ranks"][0])
     few, many = ranks
     assert (few["microbatches"], many["microbatches"]) == (2, 16)
     assert few["traced_microbatches"] == many["traced_microbatches"] == 2
     assert many["time"]["exchanges"] == pytest.approx(8 * few["time"]["exchanges"])
     assert many["time"]["data parallel"] == few["time"]["data parallel"]
     number = {
-        each["kind"]: each["number"]
-        for each in many["work"]["exchanges"]
-        if each["group"].endswith(" in each microbatch")
+        exchange["kind"]: exchange["number"]
+        for exchange in many["work"]["exchanges"]
+        if exchange["group"].endswith(" in each microbatch")
     }
     # of each layer's weights for F and again for B, and of the gradients of layers and ends
     assert number == {
@@ -364,10 +367,10 @@ def test_a_costs_file_is_counted(
     layer = 4 * HIDDEN**2 + 2 * HIDDEN * VOCABULARY + 4 * HIDDEN
     assert state[2] == pytest.approx(layer * LAYERS // 4 * (2 + 4 + 12), rel=0.02)
     # what is planned with it is what a rehearsal of the plan's schedule peaks at
-    _, found, _ = v_half
-    microbatches = found["ranks"][0]["microbatches"]
+    _, report, _ = v_half
+    microbatches = report["ranks"][0]["microbatches"]
     planned = peak_held(make("v-half", 2, microbatches), costs)
-    rehearsed = [rank["peak_bytes"] for rank in found["ranks"]]
+    rehearsed = [rank["peak_bytes"] for rank in report["ranks"]]
     assert planned == pytest.approx(rehearsed, rel=0.02)
 
 
@@ -378,9 +381,12 @@ def test_with_full_recomputation_a_layer_keeps_its_input(warm: Warm, tmp_path: P
     for layers in (1, 2):
         command = [*TINY, *full.split(), "--num-layers", str(4 * layers)]
         costs = costs_of(warm, tmp_path, command)
-        held, left = costs.held_after_forward_bytes, costs.held_after_backward_bytes
-        assert held[:2] == pytest.approx((layers * hidden,) * 2, rel=0.05)
-        assert left == (0.0,) * 4
+        after_forward, after_backward = (
+            costs.held_after_forward_bytes,
+            costs.held_after_backward_bytes,
+        )
+        assert after_forward[:2] == pytest.approx((layers * hidden,) * 2, rel=0.05)
+        assert after_backward == (0.0,) * 4
 
 
 MODELS = {
@@ -393,21 +399,21 @@ MODELS = {
 def test_a_costs_file_is_measured(warm: Warm, tmp_path: Path, model: str) -> None:
     """Times are those of this CPU; communication and memory stay estimated."""
     flags = [*TINY, *MODELS[model]]
-    found = {}
+    costs_by_name = {}
     for name in ("counted", "measured"):
         options = ["--ranks", "first", "--costs", f"{name}.json"]
         options += ["--measure"] if name == "measured" else []
         ran = warm(tmp_path, "rehearse", *options, "--", "pretrain_gpt.py", *flags)
         assert ran.returncode == 0, ran.stderr
-        found[name] = Costs.load(tmp_path / f"{name}.json")
-    costs, counted = found["measured"], found["counted"]
+        costs_by_name[name] = Costs.load(tmp_path / f"{name}.json")
+    costs, counted = costs_by_name["measured"], costs_by_name["counted"]
     assert "rank 0 on cpu: B0 " in ran.stdout
     for name, values in counted.lists().items():
-        own = costs.lists()[name]
+        measured = costs.lists()[name]
         computes = name in ("forward_us", "backward_us", "weight_us", "whole_backward_us")
-        assert (own == values) != computes, name
+        assert (measured == values) != computes, name
         if computes:
-            assert min(own) > 1
+            assert min(measured) > 1
         source = dict(costs.sources)[name]
         assert source.startswith("measured on cpu" if computes else "counted by a rehearsal")
     assert costs.send_us == counted.send_us
@@ -419,8 +425,8 @@ def test_a_gpu_measures_memory_too() -> None:
     rank = report_of(kinds=[pass_of("F", adds_bytes=1, meanwhile_bytes=1)])
     ran = {"kind": "F", "chunk": 0, "ms": 2.5, "adds_bytes": 3, "meanwhile_bytes": 4, "number": 3}
     for on_gpu, sizes in ((True, (3, 4)), (False, (1, 1))):
-        (made,) = with_measured(rank, {"device": "it", "on_gpu": on_gpu, "kinds": [ran]}).kinds
-        assert (made.ms, made.adds_bytes, made.meanwhile_bytes) == (2.5, *sizes)
+        (report,) = with_measured(rank, {"device": "it", "on_gpu": on_gpu, "kinds": [ran]}).kinds
+        assert (report.ms, report.adds_bytes, report.meanwhile_bytes) == (2.5, *sizes)
 
 
 def test_a_measurement_needs_a_costs_file(warm: Warm, tmp_path: Path) -> None:
@@ -438,14 +444,14 @@ def test_advice_compares_todays_run_with_others(
     flags = [*TINY, "--recompute-granularity", "full", "--recompute-method", "uniform"]
     ran = warm(tmp_path, *command, "--", "pretrain_gpt.py", *flags, "--recompute-num-layers", "1")
     assert ran.returncode == 0, ran.stderr
-    found = json.loads(file.read_text())
-    assert list(found) == ["today", "stock", "best", "same", "least", "DON'T", "fsdp"]
-    assert found["today"]["flags"] == []
-    assert "remove --recompute-*" in found["stock"]["flags"]
-    assert f"--pipeline-schedule {plan}" in found["best"]["flags"] or found["best"]["is_stock"]
-    assert max(found["least"]["peak_bytes"]) <= max(found["best"]["peak_bytes"])
+    report = json.loads(file.read_text())
+    assert list(report) == ["today", "stock", "best", "same", "least", "DON'T", "fsdp"]
+    assert report["today"]["flags"] == []
+    assert "remove --recompute-*" in report["stock"]["flags"]
+    assert f"--pipeline-schedule {plan}" in report["best"]["flags"] or report["best"]["is_stock"]
+    assert max(report["least"]["peak_bytes"]) <= max(report["best"]["peak_bytes"])
     assert "\nFlags, best stock: remove --recompute-*" in ran.stdout
-    today, stock, best = (found[what] for what in ("today", "stock", "best"))
+    today, stock, best = (report[what] for what in ("today", "stock", "best"))
     assert today["schedule"] == "1f1b"
     assert today["shape"]["recompute"] == "full"
     # what is computed twice is worth dropping where memory is there for it
@@ -453,8 +459,8 @@ def test_advice_compares_todays_run_with_others(
     assert stock["step_s"] < today["step_s"]
     assert max(stock["peak_bytes"]) > max(today["peak_bytes"])
     assert best["step_s"] <= stock["step_s"]
-    assert best["step_s"] <= found["same"]["step_s"]
-    assert found["DON'T"]["schedule"] == "v-half"
+    assert best["step_s"] <= report["same"]["step_s"]
+    assert report["DON'T"]["schedule"] == "v-half"
     assert load_schedule(plan).num_devices == best["shape"]["pipeline"]
     assert "Estimated, not measured" in ran.stdout
     assert ran.stdout.startswith("Recommendation")
@@ -466,7 +472,7 @@ def test_a_pattern_is_estimated_as_the_gpt_that_it_is(
 ) -> None:
     """`*-` for each layer, with the stages marked or not; no checkout has the script."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    found = {}
+    reports = {}
     for name, model in (
         ("gpt", ("pretrain_gpt.py",)),
         ("hybrid", ("pretrain_hybrid.py", "--hybrid-layer-pattern", "*-" * LAYERS)),
@@ -477,9 +483,9 @@ def test_a_pattern_is_estimated_as_the_gpt_that_it_is(
         command += ["--keep", "recompute,tp,pp,cp,microbatch", "--", model[0], *TINY, *model[1:]]
         ran = warm(tmp_path, *command)
         assert ran.returncode == 0, ran.stderr
-        found[name] = json.loads(file.read_text())
+        reports[name] = json.loads(file.read_text())
     for name, layers in (("gpt", [2, 2]), ("hybrid", [4, 4]), ("stages", [4, 4])):
-        today, twin = found[name]["today"], found["gpt"]["today"]
+        today, twin = reports[name]["today"], reports["gpt"]["today"]
         assert today["layers"] == layers
         # So small a model takes as long as its kernels, and these local layers have 5% more.
         assert today["step_s"] == pytest.approx(twin["step_s"], rel=0.06)
@@ -509,8 +515,8 @@ def test_no_backward_that_is_counted_split_runs_whole(devices: int) -> None:
     schedule = both_backwards(devices)
     verify(schedule)
     for row in fuse(simulate(schedule)).order:
-        assert {kind for kind, _, at in row if at < MICROBATCHES} == {"F", "B", "W"}
-        assert {kind for kind, _, at in row if at >= MICROBATCHES} == {"F", "BW"}
+        assert {kind for kind, _, microbatch in row if microbatch < MICROBATCHES} == {"F", "B", "W"}
+        assert {kind for kind, _, microbatch in row if microbatch >= MICROBATCHES} == {"F", "BW"}
 
 
 def test_a_sweep_counts_each_shape_of_a_command_once(
@@ -538,29 +544,29 @@ def test_a_sweep_counts_each_shape_of_a_command_once(
     assert len(cached) == 2
     with table.open() as stream:
         rows = {tuple(row[name] for name in KEYS): row for row in csv.DictReader(stream)}
-    planned = [float(each) for each in rows["v-half", "2", "given"]["predicted_ranks"].split()]
+    planned = [float(peak) for peak in rows["v-half", "2", "given"]["predicted_ranks"].split()]
     flags = [*TINY, "--pipeline-schedule", "v-half"]
-    _, found = rehearse(warm, tmp_path, flags, "--alone", "--gpus", "4")
-    rehearsed = [rank["peak_bytes"] / GIB for rank in found["ranks"]]
+    _, report = rehearse(warm, tmp_path, flags, "--alone", "--gpus", "4")
+    rehearsed = [rank["peak_bytes"] / GIB for rank in report["ranks"]]
     assert planned == pytest.approx(rehearsed, rel=0.03, abs=0.006)
-    for each in cached:  # what lies there is what is told
-        each.write_text(each.read_text().replace('"kernels": ', '"kernels": 9'))
+    for file in cached:  # what lies there is what is told
+        file.write_text(file.read_text().replace('"kernels": ', '"kernels": 9'))
     slower = warm(tmp_path, *command)
     with table.open() as stream:
-        again = {tuple(row[name] for name in KEYS): row for row in csv.DictReader(stream)}
+        slower_rows = {tuple(row[name] for name in KEYS): row for row in csv.DictReader(stream)}
     key = "1f1b", "2", "given"
-    assert float(again[key]["predicted_step_s"]) > float(rows[key]["predicted_step_s"])
+    assert float(slower_rows[key]["predicted_step_s"]) > float(rows[key]["predicted_step_s"])
     assert slower.stdout.count("counted once") == 1
 
 
 def test_microbatches_that_repeat_are_computed(warm: Warm) -> None:
     """The last rank runs 4 microbatches of 8, and finds the bytes and the step time of 8."""
     command = read_command(["pretrain_gpt.py", *TINY, "--pipeline-model-parallel-size", "4"])
-    asked = DryRunConfig.of(command, GPUS["h100"], jobs=1)
-    job = asked.job(command, sizes_of(command, None), 3, "")
+    config = DryRunConfig.of(command, GPUS["h100"], jobs=1)
+    job = config.job(command, sizes_of(command, None), 3, "")
     jobs = [{**job, "name": f"{all_}", "traces_all": all_} for all_ in (False, True)]
-    found = {each["name"]: each for each in warm.run_jobs(asked.programs, jobs)}
-    few, every = found["False"], found["True"]
+    reports = {report["name"]: report for report in warm.run_jobs(config.programs, jobs)}
+    few, every = reports["False"], reports["True"]
     assert (few["traced_microbatches"], every["traced_microbatches"]) == (4, 8)
     for name in ("peak_bytes", "held_bytes", "parts", "holders", "held_between_passes_bytes"):
         assert few[name] == every[name], name
@@ -571,12 +577,12 @@ def test_the_step_is_that_of_all_microbatches(warm: Warm, tmp_path: Path) -> Non
     """At most 4 microbatches per rank run; the step of 32 was reported as that of 8."""
     steps = []
     for schedule, ranks in ((None, "all"), ("v-zb", "all"), ("v-zb", "first")):
-        own = ["--pipeline-schedule", schedule] if schedule else []
-        flags = [*TINY, "--global-batch-size", "64", *own]
-        printed, found = rehearse(warm, tmp_path, flags, "--alone", "--ranks", ranks)
-        assert found["ranks"][0]["microbatches"] == 32
+        schedule_flags = ["--pipeline-schedule", schedule] if schedule else []
+        flags = [*TINY, "--global-batch-size", "64", *schedule_flags]
+        printed, report = rehearse(warm, tmp_path, flags, "--alone", "--ranks", ranks)
+        assert report["ranks"][0]["microbatches"] == 32
         assert f": 32 microbatches, {schedule or '1f1b'} simulated" in printed
-        steps.append(found["step_s"])
+        steps.append(report["step_s"])
     assert max(steps) < 1.25 * min(steps)
 
 
@@ -584,15 +590,15 @@ def test_advise_and_rehearse_agree_on_the_step(
     warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    _, found = rehearse(warm, tmp_path, TINY, "--alone", "--gpus", "2")
+    _, report = rehearse(warm, tmp_path, TINY, "--alone", "--gpus", "2")
     file = tmp_path / "advice.json"
     keep = "tp,pp,ep,cp,microbatch,recompute"
     options = ["advise", "--gpus", "2xH100", "--json", str(file), "--seconds", "1", "--keep", keep]
     ran = warm(tmp_path, *options, "--", "pretrain_gpt.py", *TINY)
     assert ran.returncode == 0, ran.stderr
     today = json.loads(file.read_text())["today"]
-    assert today["step_s"] == pytest.approx(found["step_s"], rel=0.02)
-    peaks = [rank["peak_bytes"] for rank in found["ranks"]]
+    assert today["step_s"] == pytest.approx(report["step_s"], rel=0.02)
+    peaks = [rank["peak_bytes"] for rank in report["ranks"]]
     assert today["peak_bytes"] == pytest.approx(peaks, rel=0.02)
 
 
@@ -606,20 +612,22 @@ EXPERTS = """
 @pytest.mark.usefixtures("te_python")
 def test_deepep_receives_a_token_once(warm: Warm, tmp_path: Path) -> None:
     flex = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend"]
-    sent, peaks = [], []
+    dispatches, peaks = [], []
     for backend in ("deepep", "hybridep"):
         flags = [*TINY, *EXPERTS, *flex, backend]
-        _, found = rehearse(warm, tmp_path, flags, "--alone", "--gpus", "8", "--ranks", "last")
-        (rank,) = found["ranks"]
+        _, report = rehearse(warm, tmp_path, flags, "--alone", "--gpus", "8", "--ranks", "last")
+        (rank,) = report["ranks"]
         (dispatch,) = [
-            each for each in rank["work"]["exchanges"] if each["kind"] == "token dispatch, top 2"
+            exchange
+            for exchange in rank["work"]["exchanges"]
+            if exchange["kind"] == "token dispatch, top 2"
         ]
-        sent.append((dispatch["number"], dispatch["bytes"]))
+        dispatches.append((dispatch["number"], dispatch["bytes"]))
         peaks.append(rank["peak_bytes"])
-    assert sent[0] == sent[1]
+    assert dispatches[0] == dispatches[1]
     tokens, microbatches = 2 * TOKENS, 2
     # to the experts and back, of F and of B, for the layers of a rank
-    assert sent[0] == (4 * 2 * microbatches, 4 * 2 * microbatches * tokens * HIDDEN * 2)
+    assert dispatches[0] == (4 * 2 * microbatches, 4 * 2 * microbatches * tokens * HIDDEN * 2)
     assert peaks[0] == pytest.approx(peaks[1], rel=0.1)
 
 

@@ -65,18 +65,20 @@ def test_the_allocator_has_to_return_cached_blocks():
 
 
 def test_vocabulary_parallelism_helps_where_the_v_alone_does_not():
-    found = {each.text: each for each in remedies(LARGE_VOCABULARY, 16, 4, 16, can_share=True)}
-    alone = found["--pipeline-schedule v-half"]
-    shared = found["--pipeline-schedule v-half --pipeline-vocab-parallel"]
+    by_flags = {
+        remedy.text: remedy for remedy in remedies(LARGE_VOCABULARY, 16, 4, 16, can_share=True)
+    }
+    alone = by_flags["--pipeline-schedule v-half"]
+    shared = by_flags["--pipeline-schedule v-half --pipeline-vocab-parallel"]
     assert alone.largest == 0  # the rank of embedding and output layer
     assert shared.most_bytes < 0.9 * alone.most_bytes
-    best, *_ = in_order(list(found.values()), alone.most_bytes, 80.0 * GIB)
+    best, *_ = in_order(list(by_flags.values()), alone.most_bytes, 80.0 * GIB)
     assert best == shared
 
 
 def test_layers_are_moved_where_the_vocabulary_cannot_be_shared():
-    found = remedies(LARGE_VOCABULARY, 16, 4, 16, can_share=False)
-    even, split = found[:2]
+    candidates = remedies(LARGE_VOCABULARY, 16, 4, 16, can_share=False)
+    even, split = candidates[:2]
     assert even.text == "--pipeline-schedule v-half"
     assert split.text.startswith("--pipeline-schedule v-half --pipeline-layer-split ")
     assert split.most_bytes < even.most_bytes

@@ -50,14 +50,14 @@ WEIGHT_DECAY = ("start_weight_decay", "end_weight_decay", "weight_decay_incr_sty
 
 def saved(name: str) -> dict[str, Any]:
     """Return a sample's content."""
-    found: dict[str, Any] = yaml.safe_load((SAVED / f"{name}.yaml").read_text())
-    return found
+    content: dict[str, Any] = yaml.safe_load((SAVED / f"{name}.yaml").read_text())
+    return content
 
 
-def written(folder: Path, found: dict[str, Any]) -> str:
+def written(folder: Path, content: dict[str, Any]) -> str:
     """Return the name of a file with this content."""
     file = folder / "run_config.yaml"
-    file.write_text(yaml.safe_dump(found))
+    file.write_text(yaml.safe_dump(content))
     return str(file)
 
 
@@ -84,7 +84,7 @@ def as_written(value: Any) -> Any:
     if type(value).__name__ == "dtype":
         return {"_target_": str(value), "_call_": False}
     if isinstance(value, list | tuple):
-        return [as_written(each) for each in value]
+        return [as_written(entry) for entry in value]
     return value
 
 
@@ -99,28 +99,28 @@ def test_megatrons_arguments_make_the_configuration_that_was_saved(
 ) -> None:
     from megatron.training.arguments import core_transformer_config_from_args
 
-    found = saved(name)
+    content = saved(name)
     command = read_command([str(SAVED / f"{name}.yaml")])
     assert command.script == "pretrain_gpt.py"
     args = parsed(command.flags, WORLD[name], monkeypatch)
     config = core_transformer_config_from_args(args)
-    model = found["model"]
-    precision = found.get("mixed_precision") or {}  # which Bridge puts in when a run starts
+    model = content["model"]
+    precision = content.get("mixed_precision") or {}  # which Bridge puts in when a run starts
     model |= {key: value for key, value in precision.items() if key in model and value is not None}
     unlike = {}
-    for each in fields(config):
-        if each.name in model and each.name not in DIFFERENT:
-            mine, its = as_written(getattr(config, each.name)), as_read(model[each.name])
+    for field in fields(config):
+        if field.name in model and field.name not in DIFFERENT:
+            mine, its = as_written(getattr(config, field.name)), as_read(model[field.name])
             if mine != its:
-                unlike[each.name] = (mine, its)
+                unlike[field.name] = (mine, its)
     assert unlike == {}
     assert model["activation_func"]["_target_"].endswith(config.activation_func.__name__)
     assert args.seq_length == model["seq_length"]
     assert args.untie_embeddings_and_output_weights
     assert args.swiglu
     for section in ("train", "scheduler", "optimizer"):
-        for key, value in found[section].items():
-            heard = key not in model and key not in found["ddp"]  # which come first
+        for key, value in content[section].items():
+            heard = key not in model and key not in content["ddp"]  # which come first
             if heard and hasattr(args, key) and value is not None and key not in WEIGHT_DECAY:
                 assert as_written(getattr(args, key)) in (as_read(value), value), key
 
@@ -138,8 +138,10 @@ def test_bytes_of_gradients_and_moments_are_the_files(monkeypatch: pytest.Monkey
 def test_what_no_flag_says_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         read_command([str(SAVED / "experts.yaml")])
-    told = [each.getMessage() for each in caplog.records if "left out" in each.getMessage()]
-    assert told == [
+    messages = [
+        record.getMessage() for record in caplog.records if "left out" in record.getMessage()
+    ]
+    assert messages == [
         "not said by a flag of Megatron, and left out: cross_entropy_fusion_impl, softmax_scale"
     ]
 
@@ -222,25 +224,25 @@ def test_other_json_is_rejected(tmp_path: Path, text: str, wrong: str) -> None:
 
 
 def test_a_layout_is_written_as_the_flag_has_it(tmp_path: Path) -> None:
-    found = saved("dense")
+    content = saved("dense")
     layout = [["embedding", "decoder"], ["decoder"] * 3, ["decoder"] * 3, ["decoder", "loss"]]
-    found["model"]["pipeline_model_parallel_layout"] = layout
-    command = read_command([written(tmp_path, found)])
+    content["model"]["pipeline_model_parallel_layout"] = layout
+    command = read_command([written(tmp_path, content)])
     assert command.value("--pipeline-model-parallel-layout") == "Et|ttt|ttt|tL"
-    found["model"]["pipeline_model_parallel_layout"] = {"_target_": "Layout", "_call_": True}
-    file = written(tmp_path, found)
+    content["model"]["pipeline_model_parallel_layout"] = {"_target_": "Layout", "_call_": True}
+    file = written(tmp_path, content)
     with pytest.raises(ScheduleError, match="Bridge wrote no layers .* give it after the file"):
         read_command([file])
-    given = "--pipeline-model-parallel-layout", "Et|ttt|ttt|tL"
-    assert read_command([file, *given]).flags[-2:] == given
+    layout_flags = "--pipeline-model-parallel-layout", "Et|ttt|ttt|tL"
+    assert read_command([file, *layout_flags]).flags[-2:] == layout_flags
 
 
 def test_a_precision_by_name_is_put_in(tmp_path: Path) -> None:
-    found = saved("dense") | {"mixed_precision": "bf16_mixed"}
-    assert read_command([written(tmp_path, found)]).has("--bf16")
-    found["mixed_precision"] = "bf16_with_mxfp8_mixed"
+    content = saved("dense") | {"mixed_precision": "bf16_mixed"}
+    assert read_command([written(tmp_path, content)]).has("--bf16")
+    content["mixed_precision"] = "bf16_with_mxfp8_mixed"
     with pytest.raises(ScheduleError, match="'bf16_with_mxfp8_mixed' is a name that Bridge alone"):
-        read_command([written(tmp_path, found)])
+        read_command([written(tmp_path, content)])
 
 
 @pytest.mark.parametrize(
@@ -292,13 +294,18 @@ def test_a_saved_run_takes_the_bytes_of_the_same_flags(
     precision = None if layers == "local" else "bf16_mixed"
     if layers != "local":
         request.getfixturevalue("te_python")
-    found = saved("dense") | {"mixed_precision": precision}
-    found["model"] |= {"transformer_impl": layers, "normalization": norm}
-    of_file = rehearsed(warm, tmp_path, written(tmp_path, found))
+    content = saved("dense") | {"mixed_precision": precision}
+    content["model"] |= {"transformer_impl": layers, "normalization": norm}
+    of_file = rehearsed(warm, tmp_path, written(tmp_path, content))
     impl = ["--transformer-impl", layers, "--normalization", norm]
     impl += ["--bf16"] if precision else []
     of_flags = rehearsed(warm, tmp_path, "pretrain_gpt.py", *BY_HAND, *impl)
-    for one, other in zip(of_file, of_flags, strict=True):
-        assert one["parameters"] == other["parameters"]
-        assert one["parts"] == other["parts"]
-        assert one["peak_bytes"] == other["peak_bytes"] > one["held_bytes"] == other["held_bytes"]
+    for file_rank, flags_rank in zip(of_file, of_flags, strict=True):
+        assert file_rank["parameters"] == flags_rank["parameters"]
+        assert file_rank["parts"] == flags_rank["parts"]
+        assert (
+            file_rank["peak_bytes"]
+            == flags_rank["peak_bytes"]
+            > file_rank["held_bytes"]
+            == flags_rank["held_bytes"]
+        )

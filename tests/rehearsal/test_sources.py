@@ -49,7 +49,7 @@ def wheel_of(source: PythonSource, tag: str, folder: Path) -> PythonSource:
     return replace(source, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
 
 
-def left() -> list[Path]:
+def cached_folders() -> list[Path]:
     return list(sources.cache().iterdir()) if sources.cache().is_dir() else []
 
 
@@ -60,7 +60,7 @@ def test_a_wheel_with_another_hash_is_rejected_and_nothing_is_left(
     wheel_of(source, tag, tmp_path / "wheels")
     with pytest.raises(ScheduleError, match="(?i)hash.*" + source.flag + " DIR"):
         sources.fetch(source)
-    assert left() == []
+    assert cached_folders() == []
 
 
 @pytest.mark.parametrize(("source", "tag"), [(MEGATRON, LINUX), (TE, ANY)])
@@ -70,8 +70,12 @@ def test_a_wheel_with_the_pinned_hash_is_unpacked_once_and_found(
     pinned = wheel_of(source, tag, tmp_path / "wheels")
     monkeypatch.setattr(sources, "MEGATRON" if source is MEGATRON else "TE", pinned)
     target = sources.fetch(pinned)
-    assert left() == [target]
-    find = sources.find_te if source is TE else lambda given: sources.find_megatron(given, "x.py")
+    assert cached_folders() == [target]
+    find = (
+        sources.find_te
+        if source is TE
+        else lambda directory: sources.find_megatron(directory, "x.py")
+    )
     assert find(None) == target
     for wheel in (tmp_path / "wheels").iterdir():
         wheel.unlink()
@@ -100,7 +104,7 @@ def test_without_a_terminal_one_error_names_the_command(
     assert error.count("\n") == 1
     assert "`megatron-vshape rehearse --fetch`" in error
     assert "megatron-core 0.19.2 (2.4 MB) and transformer-engine 2.20.2 (1.2 MB)" in error
-    assert left() == []
+    assert cached_folders() == []
 
 
 class Terminal(io.StringIO):

@@ -42,8 +42,8 @@ def test_ranks_of_a_group_that_share_a_node(ranks: int, span: int, within: int) 
 
 def test_a_plain_all_to_all_sends_one_part_to_every_rank() -> None:
     assert link_bytes_of("all_to_all_single", 16, 16, 16.0, node=8) == LinkBytes(7.0, 8.0)
-    took = seconds("all_to_all_single", EXPERTS, 16, 16, 16 * GB)["exchanges"]
-    assert took == pytest.approx(8 / 50)  # NVLink needs 7 / 400 at the same time
+    exchange_s = seconds("all_to_all_single", EXPERTS, 16, 16, 16 * GB)["exchanges"]
+    assert exchange_s == pytest.approx(8 / 50)  # NVLink needs 7 / 400 at the same time
 
 
 def test_deepep_sends_a_token_once_to_every_node() -> None:

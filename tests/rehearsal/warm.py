@@ -67,22 +67,24 @@ class Warm:
     def run_jobs(self, programs: Any, jobs: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
         """Yield what each job found, as the package's own does."""
         self._asked += 1
-        asked, told = (self._folder / f"{what}{self._asked}" for what in ("asked", "told"))
-        asked.write_text("".join(json.dumps(job) + "\n" for job in jobs))
+        job_file, result_file = (
+            self._folder / f"{kind}{self._asked}" for kind in ("asked", "told")
+        )
+        job_file.write_text("".join(json.dumps(job) + "\n" for job in jobs))
         process = self._process(programs)
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps([str(asked), str(told), programs.jobs]) + "\n")
+        process.stdin.write(json.dumps([str(job_file), str(result_file), programs.jobs]) + "\n")
         process.stdin.flush()
         assert process.stdout.readline() == "0\n", (self._folder / "log").read_text()[-3000:]
-        yield from map(json.loads, told.read_text().splitlines())
+        yield from map(json.loads, result_file.read_text().splitlines())
 
     def _process(self, programs: Any) -> subprocess.Popen[str]:
-        found = {
+        paths = {
             name: None if path is None else str(path.resolve())
             for name, path in (("megatron", programs.megatron), ("te", programs.te))
         }
-        key = json.dumps(found)
+        key = json.dumps(paths)
         if key not in self._processes:
             with (self._folder / "log").open("a") as log:
                 self._processes[key] = subprocess.Popen(
@@ -97,8 +99,8 @@ class Warm:
 
     def close(self) -> None:
         """End the processes."""
-        for each in self._processes.values():
-            each.communicate(timeout=60)
+        for process in self._processes.values():
+            process.communicate(timeout=60)
 
 
 def _serve() -> None:
@@ -108,10 +110,10 @@ def _serve() -> None:
     os.dup2(2, 1)
     worker.prepare(**json.loads(sys.argv[1]))
     for line in sys.stdin:
-        asked, told, at_once = json.loads(line)
+        job_file, result_file, at_once = json.loads(line)
         child = os.fork()
         if not child:
-            with open(asked) as jobs, open(told, "w") as out:
+            with open(job_file) as jobs, open(result_file, "w") as out:
                 worker.serve(iter(jobs), out, at_once)
             os._exit(0)
         _, status = os.waitpid(child, 0)
