@@ -26,7 +26,7 @@ def case_of(has_experts: bool, experts_ranks: int, span: int, gpu: Gpu) -> str:
     return BETWEEN if apart else WITHIN
 
 
-def is_measured(gpu: Gpu) -> bool:
+def _is_measured(gpu: Gpu) -> bool:
     """Return whether published runs on this GPU are in the fit."""
     return gpu.name.upper() in LEFT_OUT
 
@@ -42,8 +42,8 @@ def threshold(case: str) -> float:
 
 def sentences(case: str, gpu: Gpu) -> list[str]:
     """Format the errors of the case for the header of an estimate."""
-    texts = [f"Error of the step time, {case}: {_told(LEFT_OUT[case])}."]
-    if not is_measured(gpu):
+    texts = [f"Error of the step time, {case}: {_format_errors(LEFT_OUT[case])}."]
+    if not _is_measured(gpu):
         texts.append(
             f"The rates of {gpu.name.upper()} are a guess from its data sheet: no published run on "
             "it was compared. Absolute times can be wrong by 1.5x or more."
@@ -56,7 +56,7 @@ def sentences(case: str, gpu: Gpu) -> list[str]:
     return texts
 
 
-def _told(errors: Errors) -> str:
+def _format_errors(errors: Errors) -> str:
     return (
         f"median {errors.median_percent:g}%, 90% of {errors.runs} published runs within "
         f"{errors.ninth_percent:g}% (their model on their system left out of the fit)"

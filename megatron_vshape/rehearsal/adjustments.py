@@ -60,10 +60,10 @@ def _leave_generators_alone() -> None:
         trackers.append(importlib.import_module("transformer_engine.pytorch.distributed"))
     for module in trackers:
         module.CudaRNGStatesTracker.add = lambda self, *_, **__: None
-        module.CudaRNGStatesTracker.fork = _Nothing
+        module.CudaRNGStatesTracker.fork = _NullContext
 
 
-class _Nothing:
+class _NullContext:
     """A context without effect."""
 
     def __init__(self, *unused: Any, **options: Any) -> None:
@@ -76,7 +76,7 @@ class _Nothing:
         """Do nothing."""
 
 
-def _really(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _with_real_values(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Compute with real values: meshes of ranks are numbers on the host, not tensors of the run."""
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -90,17 +90,17 @@ def _keep_meshes_real() -> None:
 
     for name, member in list(vars(DeviceMesh).items()):
         if isinstance(member, FunctionType):
-            wrap(DeviceMesh, name, _really)
+            wrap(DeviceMesh, name, _with_real_values)
         elif isinstance(member, property) and member.fget is not None:
-            setattr(DeviceMesh, name, property(functools.partial(_really, member.fget)))
+            setattr(DeviceMesh, name, property(functools.partial(_with_real_values, member.fget)))
         elif isinstance(member, staticmethod):
-            replacement = functools.partial(_really, member.__func__)
+            replacement = functools.partial(_with_real_values, member.__func__)
             setattr(DeviceMesh, name, staticmethod(replacement))
     with suppress(ImportError):
         adapter = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
         for kind in list(vars(adapter).values()):
             if isinstance(kind, type) and "_init_dist_index" in vars(kind):
-                wrap(kind, "_init_dist_index", _really)
+                wrap(kind, "_init_dist_index", _with_real_values)
 
 
 def _trust_other_ranks() -> None:
@@ -135,7 +135,7 @@ def _use_one_memory_pool() -> None:
             "MultiGroupMemPoolAllocator",
             "MemPoolAllocatorWithoutRegistration",
         ):
-            setattr(allocator, name, _Nothing)
+            setattr(allocator, name, _NullContext)
 
 
 def _reject_recomputed_parameters() -> None:

@@ -26,8 +26,8 @@ SMALL = MIB
 """Largest request of the small pool in bytes; a rest of a large block is at least as large."""
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
 """Segments of requests below 1 MiB and below 10 MiB, and pages of expandable segments."""
-LEAST_LARGE = 10 * MIB
-ROUND_LARGE = 2 * MIB
+_MIN_LARGE = 10 * MIB
+_LARGE_MULTIPLE = 2 * MIB
 _NO_LIMIT = 1 << 62
 _GAP = LARGE_SEGMENT << 22  # a multiple of both kinds of pages
 """Distance of the addresses of expandable segments."""
@@ -258,7 +258,7 @@ class Allocator:
     def _reserve(self, pool: _Pool, size: int) -> Block | None:
         if self.settings.expandable_segments:
             return self._expand(pool, size)
-        size = pool.page if size < LEAST_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
+        size = pool.page if size < _MIN_LARGE else -(-size // _LARGE_MULTIPLE) * _LARGE_MULTIPLE
         if not self._reserve_from_gpu(size):
             return None
         block = Block(self.next_address, size, pool, expandable=False)
@@ -336,7 +336,7 @@ class Allocator:
         pool.add(pool.merged(block))
 
 
-MOST_REPEATS = 3
+_MAX_REPEATS = 3
 """Repetitions of the last traced step: fragmentation can grow for a few steps."""
 
 
@@ -377,7 +377,7 @@ def replay(
     step = [
         lifetime for lifetime in lives if lifetime.born >= last_step and lifetime.died is not None
     ]
-    for _ in range(MOST_REPEATS):
+    for _ in range(_MAX_REPEATS):
         previous_peak = allocator.most_reserved
         _replay(allocator, step, ())
         if allocator.most_reserved == previous_peak:

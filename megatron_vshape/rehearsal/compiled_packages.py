@@ -35,7 +35,7 @@ def install() -> None:
             backward=lambda grad, *_: grad,
             get_batch_per_block=lambda *_: 4,
         )
-    _module("deep_ep", HybridEPBuffer=HybridBuffer, Buffer=DeepBuffer)
+    _module("deep_ep", HybridEPBuffer=_HybridBuffer, Buffer=_DeepBuffer)
     _module("deep_ep.utils", EventHandle=_PastEvent, EventOverlap=_PastEvent)
     for name, members in mamba.modules().items():
         _module(name, **members)
@@ -51,10 +51,10 @@ def _module(name: str, **members: Any) -> None:
 
 def _accumulate(x: Tensor, dy: Tensor, out: Tensor) -> None:
     if Current.ledger is not None:
-        Current.ledger.cublas()
+        Current.ledger.add_cublas_workspace()
         wide = x.shape[-1]
         name = str(x.dtype).removeprefix("torch.")
-        Current.ledger.product(name, dy.shape[-1], x.numel() // wide, wide)
+        Current.ledger.count_gemm(name, dy.shape[-1], x.numel() // wide, wide)
 
 
 class _Norm(torch.autograd.Function):
@@ -130,7 +130,7 @@ class _NoBytes:
     get_rdma_buffer_size_hint = get_nvl_buffer_size_hint
 
 
-class DeepBuffer:
+class _DeepBuffer:
     """DeepEP's buffer: a rank gets a token once, for any number of its experts."""
 
     num_nvl_bytes = num_rdma_bytes = 0
@@ -198,7 +198,7 @@ class DeepBuffer:
         return out, weights, _PastEvent()
 
 
-class HybridBuffer:
+class _HybridBuffer:
     """DeepEP's buffer across nodes; its own memory is outside torch's allocator and not counted."""
 
     def __init__(self, group: Any = None, **options: Any) -> None:

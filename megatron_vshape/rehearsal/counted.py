@@ -57,10 +57,10 @@ def counted_costs(
     Raises:
         ScheduleError: A stage lacks a pass.
     """
-    stages = [_where(stage, devices) for stage in range(2 * devices)]
-    reports = _every_rank(ranks, devices)
+    stages = [_rank_and_chunk(stage, devices) for stage in range(2 * devices)]
+    reports = _reports_of_all_ranks(ranks, devices)
     passes = {
-        kind: [_pass(reports[rank], kind, chunk, gpu, rates) for rank, chunk in stages]
+        kind: [_pass_report(reports[rank], kind, chunk, gpu, rates) for rank, chunk in stages]
         for kind in (Kind.F, Kind.B, Kind.W, Kind.BW)
     }
     # One value for all devices: the memory that every rank has, and the largest need of graphs.
@@ -68,34 +68,35 @@ def counted_costs(
     # Every stage but the first receives its input, and every one but the last a gradient.
     message = float(first.message_bytes)
     received = (0.0,) + (message,) * (len(stages) - 1)
-    activation_bytes = tuple(map(_held, passes[Kind.F], passes[Kind.BW], received))
+    activation_bytes = tuple(map(_bytes_after_forward, passes[Kind.F], passes[Kind.BW], received))
     min_bytes = max(activation_bytes) * 1e-6
     amounts: dict[str, Any] = {
         "held_after_forward_bytes": tuple(max(size, min_bytes) for size in activation_bytes),
         "held_after_backward_bytes": tuple(max(0.0, -w.adds_bytes) for w in passes[Kind.W]),
         "state_bytes": tuple(
-            _state(reports[rank], chunk) + chunk * (always_bytes(reports[rank]) - common_bytes)
+            _state_bytes(reports[rank], chunk)
+            + chunk * (always_bytes(reports[rank]) - common_bytes)
             for rank, chunk in stages
         ),
     }
     dummies = tuple(float(reports[rank].chunk_dummy_bytes[chunk]) for rank, chunk in stages)
     if any(dummies):
         amounts["dummy_bytes"] = dummies
-    amounts |= _times(passes)
+    amounts |= _times_by_name(passes)
     for kind, stage_reports in passes.items():
         # Before a pass, its message has been received. The model of costs allocates F's activations
         # with the message at its start; only more than that is workspace.
         none = (0.0,) * len(stage_reports)
         messages = {Kind.F: received, Kind.W: none}.get(kind, received[::-1])
         allocated = activation_bytes if kind is Kind.F else none
-        amounts[kind.works] = tuple(map(_works, stage_reports, messages, allocated))
+        amounts[kind.works] = tuple(map(_workspace_bytes, stage_reports, messages, allocated))
     costs = Costs(
         **amounts,
         send_us=send_us(float(first.message_bytes), gpu, gpu_distance, rates),
         # Measured for F with BW; a separate W is charged, too, which is conservative.
         host_us=pass_us(gpu, first.scale, rates) / 2,
         layers=tuple(reports[rank].chunk_layers[chunk] for rank, chunk in stages),
-        device_bytes=common_bytes + max(map(_unshared, reports)),
+        device_bytes=common_bytes + max(map(_unshared_graph_bytes, reports)),
     )
     text = f"{COUNTED} by a rehearsal, priced by kernel efficiencies on {gpu.name.upper()}"
     missing = devices - len(ranks)
@@ -144,30 +145,30 @@ def pass_times(
     Raises:
         ScheduleError: A stage lacks a pass.
     """
-    ranks = _every_rank(reports, devices)
-    return _times(
+    ranks = _reports_of_all_ranks(reports, devices)
+    return _times_by_name(
         {
-            kind: [_pass(ranks[rank], kind, chunk, gpu, None) for rank, chunk in stages]
+            kind: [_pass_report(ranks[rank], kind, chunk, gpu, None) for rank, chunk in stages]
             for kind in (Kind.F, Kind.B, Kind.W, Kind.BW)
         }
     )
 
 
-def _times(passes: Mapping[Kind, Sequence[PassReport]]) -> dict[str, Any]:
+def _times_by_name(passes: Mapping[Kind, Sequence[PassReport]]) -> dict[str, Any]:
     amounts: dict[str, Any] = {}
     for kind, reports in passes.items():
-        amounts[kind.time] = tuple(_computes_us(report) for report in reports)
+        amounts[kind.time] = tuple(_compute_us(report) for report in reports)
         if kind.exchange and any(report.waited_seconds for report in reports):
             amounts[kind.exchange] = tuple(1e6 * report.waited_seconds for report in reports)
     return amounts
 
 
-def _where(stage: int, devices: int) -> tuple[int, int]:
+def _rank_and_chunk(stage: int, devices: int) -> tuple[int, int]:
     """Return the rank and the chunk of a stage in the V placement."""
     return (stage, 0) if stage < devices else (2 * devices - 1 - stage, 1)
 
 
-def _every_rank(reports: Sequence[RankReport], devices: int) -> list[RankReport]:
+def _reports_of_all_ranks(reports: Sequence[RankReport], devices: int) -> list[RankReport]:
     by_rank = {report.stage: report for report in reports}
     return [
         by_rank[max((stage for stage in by_rank if stage <= rank), default=min(by_rank))]
@@ -175,7 +176,9 @@ def _every_rank(reports: Sequence[RankReport], devices: int) -> list[RankReport]
     ]
 
 
-def _pass(rank: RankReport, kind: Kind, chunk: int, gpu: Gpu, rates: Rates | None) -> PassReport:
+def _pass_report(
+    rank: RankReport, kind: Kind, chunk: int, gpu: Gpu, rates: Rates | None
+) -> PassReport:
     """Return the results of a pass.
 
     With full recompute, a backward is not split: BW counts as B, and W is empty. If only B and W
@@ -187,7 +190,7 @@ def _pass(rank: RankReport, kind: Kind, chunk: int, gpu: Gpu, rates: Rates | Non
             return PassReport(kind, chunk, 0, 0.0, 0.0, 0.0, 0.0, Work())
         kind = Kind.BW
     if kind is Kind.BW and kind not in ran and {Kind.B, Kind.W} <= ran.keys():
-        b, w = (_pass(rank, part, chunk, gpu, rates) for part in (Kind.B, Kind.W))
+        b, w = (_pass_report(rank, part, chunk, gpu, rates) for part in (Kind.B, Kind.W))
         sums = {name: getattr(b, name) + getattr(w, name) for name in _SUMMED}
         return replace(b, kind=kind, **sums)
     if kind not in ran:
@@ -202,7 +205,7 @@ def _pass(rank: RankReport, kind: Kind, chunk: int, gpu: Gpu, rates: Rates | Non
     if result.ms is not None:  # measured: communication ended at once
         seconds = result.ms / 1e3 + waited_seconds
     if kind is Kind.W:
-        seconds -= _hidden(parts, result.work)
+        seconds -= _hidden_s(parts, result.work)
         waited_seconds = 0.0
     return replace(result, seconds=seconds, waited_seconds=waited_seconds)
 
@@ -210,7 +213,7 @@ def _pass(rank: RankReport, kind: Kind, chunk: int, gpu: Gpu, rates: Rates | Non
 _SUMMED = ("adds_bytes", "meanwhile_bytes", "seconds", "waited_seconds")
 
 
-def _hidden(parts: Mapping[str, float], work: Work) -> float:
+def _hidden_s(parts: Mapping[str, float], work: Work) -> float:
     """Return the seconds of a W's collectives that overlap with its GEMMs.
 
     W gathers for a GEMM while the previous one runs (`runtime.weight_jobs`). So it waits for the
@@ -224,11 +227,11 @@ def _hidden(parts: Mapping[str, float], work: Work) -> float:
     return min(exchanges * (1 - 1 / max(1, gathers)), parts["products"])
 
 
-def _computes_us(report: PassReport) -> float:
+def _compute_us(report: PassReport) -> float:
     return max(1.0, 1e6 * (report.seconds - report.waited_seconds))
 
 
-def _held(forward: PassReport, backward: PassReport, received: float) -> float:
+def _bytes_after_forward(forward: PassReport, backward: PassReport, received: float) -> float:
     """Return the bytes of a stage after F.
 
     F's result includes the output, which is freed once it is sent, but not the received input,
@@ -244,27 +247,27 @@ def _held(forward: PassReport, backward: PassReport, received: float) -> float:
     return activation_bytes + float(forward.static_bytes or 0)  # of CUDA graphs, until the backward
 
 
-def _works(report: PassReport, received: float, allocated_bytes: float) -> float:
+def _workspace_bytes(report: PassReport, received: float, allocated_bytes: float) -> float:
     """Return the temporary bytes of a pass beyond `allocated_bytes`, those at its start."""
     return max(0.0, float(report.meanwhile_bytes) + received - allocated_bytes)
 
 
-def _state(rank: RankReport, chunk: int) -> float:
+def _state_bytes(rank: RankReport, chunk: int) -> float:
     """Return the bytes of a stage between steps: its part of the parameters' and its layers'."""
     parameters = rank.chunk_parameters
     part = float(parameters[chunk] / sum(parameters))
     retained, inputs = part * rank.replaced_bytes, rank.chunk_layers[chunk] * rank.message_bytes
     # With full recomputation, experts keep the input of their layer and its gradient until the next
     # forward. At the peak of the last layer's backward, the others have freed their checkpoints.
-    return part * _states(rank) + (retained - inputs if retained > inputs else retained)
+    return part * _model_state_bytes(rank) + (retained - inputs if retained > inputs else retained)
 
 
 def always_bytes(rank: RankReport) -> float:
     """Return the bytes that a rank has at all times, whatever its layers are."""
-    return float(rank.held_bytes) - _states(rank) - rank.replaced_bytes
+    return float(rank.held_bytes) - _model_state_bytes(rank) - rank.replaced_bytes
 
 
-def _unshared(rank: RankReport) -> float:
+def _unshared_graph_bytes(rank: RankReport) -> float:
     """Return the bytes that the pool of CUDA graphs needs beyond the peak of all memory.
 
     The pool and other memory peak at different times and cannot share blocks.
@@ -273,5 +276,5 @@ def _unshared(rank: RankReport) -> float:
     return float(max(0, apart.pool + apart.other - rank.peak_bytes)) if apart else 0.0
 
 
-def _states(rank: RankReport) -> float:
+def _model_state_bytes(rank: RankReport) -> float:
     return float(sum(rank.held_parts[part] for part in ("weights", "gradients", "optimizer")))

@@ -48,8 +48,12 @@ from megatron_vshape.rehearsal.step_time import (
     rates_of,
 )
 
-_OURS = "core/**/*.py", "mcore/**/*.py", "rehearsal/*.py", "runtime/*.py"
-_THEIRS = "megatron/core/**/*.py", "megatron/training/**/*.py", "transformer_engine/pytorch/**/*.py"
+_PACKAGE_FILES = "core/**/*.py", "mcore/**/*.py", "rehearsal/*.py", "runtime/*.py"
+_MEGATRON_FILES = (
+    "megatron/core/**/*.py",
+    "megatron/training/**/*.py",
+    "transformer_engine/pytorch/**/*.py",
+)
 
 Ranks = Sequence[RankReport]
 
@@ -73,30 +77,30 @@ def count_all(
     Raises:
         ScheduleError: Nothing can be estimated here.
     """
-    stamp, keys = _stamp(config), []
+    stamp, keys = _hash_of_programs(config), []
     results: dict[str, Ranks | str] = {}
     uncached: dict[str, Command] = {}
     for command in commands:
         try:
-            key = _key(command, config, stamp)
+            key = _cache_key(command, config, stamp)
         except ScheduleError as error:
             key = str(error)
             results[key] = key
         keys.append(key)
-        cached = _cached(key) if key not in results else None
+        cached = _read_cache(key) if key not in results else None
         if cached is not None:
             results[key] = cached
         elif key not in results:
             uncached[key] = command
     if uncached:
-        results |= _run(config, uncached, report)
+        results |= _run_dry_runs(config, uncached, report)
     return [results[key] for key in keys]
 
 
-def _run(
+def _run_dry_runs(
     config: DryRunConfig, commands: Mapping[str, Command], report: Callable[[int, int], None]
 ) -> dict[str, Ranks | str]:
-    reduced = {key: least_of(command) for key, command in commands.items()}
+    reduced = {key: smallest_command(command) for key, command in commands.items()}
     ranks: dict[str, list[RankReport]] = {key: [] for key in commands}
     results: dict[str, Ranks | str] = {}
     with counting_schedule(PIPELINE) as with_schedule:
@@ -113,21 +117,21 @@ def _run(
                 ranks[result.name].append(result.without_timeline())
     for key in commands.keys() - results.keys():
         results[key] = reports = sorted(ranks[key], key=lambda report: report.stage)
-        _keep(key, reports)
+        _write_cache(key, reports)
     return results
 
 
-def least_of(command: Command) -> tuple[Command, Sizes]:
+def smallest_command(command: Command) -> tuple[Command, Sizes]:
     """Return the command with one layer per stage in the V placement, on the fewest GPUs.
 
-    A stage of a hybrid model has `counted_symbols`. State that replicas shard is sharded between at
+    A stage of a hybrid model has `_counted_symbols`. State that replicas shard is sharded between at
     least two.
 
     Raises:
         ScheduleError: The sizes do not divide.
     """
     if command.pattern:
-        stages = hybrid.BEGINS_STAGE.join([counted_symbols(command)] * 2 * PIPELINE)
+        stages = hybrid.BEGINS_STAGE.join([_counted_symbols(command)] * 2 * PIPELINE)
         multi_token_part = command.pattern.partition(hybrid.BEGINS_MTP)
         model: dict[str, Any] = {
             hybrid.OPTION: stages + "".join(multi_token_part[1:]),
@@ -156,15 +160,15 @@ def least_of(command: Command) -> tuple[Command, Sizes]:
 
 
 def counted_ranks(command: Command) -> range:
-    """Return the ranks that are counted, of a result of `least_of`."""
+    """Return the ranks that are counted, of a result of `smallest_command`."""
     return range(3 if command.value("--moe-layer-freq") == _THIRD_DENSE else 2)
 
 
-MOST_ALIKE = 4
+_MAX_LAYERS_PER_SYMBOL = 4
 """Layers of one symbol in a counted stage."""
 
 
-def counted_symbols(command: Command) -> str:
+def _counted_symbols(command: Command) -> str:
     """Return the symbols of a counted stage: all that the pattern has, near their proportion.
 
     Their order is that of the pattern, on which the peak within a pass depends.
@@ -172,7 +176,8 @@ def counted_symbols(command: Command) -> str:
     symbols = hybrid.without_stages((command.pattern or "").partition(hybrid.BEGINS_MTP)[0])
     min_count = min(map(symbols.count, symbols))
     remaining = {
-        symbol: min(MOST_ALIKE, round(symbols.count(symbol) / min_count)) for symbol in symbols
+        symbol: min(_MAX_LAYERS_PER_SYMBOL, round(symbols.count(symbol) / min_count))
+        for symbol in symbols
     }
     selected = []
     for symbol in symbols:
@@ -259,14 +264,14 @@ def counted(
         command.number(f"--{name}-parallel-size", 1) for name in ("tensor-model", "context")
     )
     sizes = Sizes(world, tensor, context, pipeline, command.has(STAGE_BEFORE_DATA))
-    costs = _of_equal_layers(ranks, gpu, sizes, rates)
-    return of_unlike_layers(costs, command, world)
+    costs = _with_equal_layers(ranks, gpu, sizes, rates)
+    return with_layer_kinds(costs, command, world)
 
 
-def _of_equal_layers(ranks: Ranks, gpu: Gpu, sizes: Sizes, rates: Rates | None) -> Counted:
+def _with_equal_layers(ranks: Ranks, gpu: Gpu, sizes: Sizes, rates: Rates | None) -> Counted:
     gpu_rates = rates or rates_of(gpu)
     ratio = sizes.world // sizes.pipeline * PIPELINE / ranks[0].sizes.world
-    first, second, *dense = (_spread(report, ratio) for report in ranks)
+    first, second, *dense = (_with_replicas(report, ratio) for report in ranks)
     costs = counted_costs((first, second), gpu, PIPELINE, sizes.stage_stride, rates)
     step = second.work.spread(ratio, second.shards_optimizer)
     state = sum(second.held_parts[part] for part in ("weights", "gradients", "optimizer"))
@@ -302,7 +307,7 @@ def _dense_layer(
     return replace(layer, **{name: getattr(layer, name) + extra_bytes for name in WORKS})
 
 
-def of_unlike_layers(costs: Counted, command: Command, world: int) -> Counted:
+def with_layer_kinds(costs: Counted, command: Command, world: int) -> Counted:
     """Estimate layers unlike the counted one, in hybrid models and MoE models with dense layers.
 
     In a hybrid model, their costs relative to each other follow from their GEMMs and sizes.
@@ -321,7 +326,7 @@ def of_unlike_layers(costs: Counted, command: Command, world: int) -> Counted:
     shares = layer_sizes.sizes_of(option, 0).shares
     symbols = hybrid.without_stages(command.pattern.partition(hybrid.BEGINS_MTP)[0])
     of_symbol = dict(zip(symbols, shares, strict=True))
-    stage = Share.total([of_symbol[symbol] for symbol in counted_symbols(command)])
+    stage = Share.total([of_symbol[symbol] for symbol in _counted_symbols(command)])
     layer = stage.inverse().of(costs.pieces.layer)
     return replace(
         costs,
@@ -344,7 +349,7 @@ def _with_dense(pieces: Pieces, dense: Piece, option: layer_sizes.Options) -> Pi
     return replace(pieces, first=first, shares=shares)
 
 
-def _spread(rank: RankReport, ratio: float) -> RankReport:
+def _with_replicas(rank: RankReport, ratio: float) -> RankReport:
     """Return a rank's report if `ratio` times the replicas shard the optimizer."""
     parts = dict(rank.held_parts)
     optimizer_bytes = parts["optimizer"]
@@ -363,9 +368,9 @@ def _forward_flops(rank: RankReport, chunk: int) -> float:
     return float(products + sum(work.attention_flops.values()))
 
 
-def _key(command: Command, config: DryRunConfig, stamp: str) -> str:
+def _cache_key(command: Command, config: DryRunConfig, stamp: str) -> str:
     """Return the cache key, a hash of everything that affects the result."""
-    few, sizes = least_of(command)
+    few, sizes = smallest_command(command)
     key_parts = (
         stamp,
         config.flags(few),
@@ -379,14 +384,14 @@ def _key(command: Command, config: DryRunConfig, stamp: str) -> str:
     return hashlib.sha256(json.dumps(key_parts, sort_keys=True).encode()).hexdigest()
 
 
-def _stamp(config: DryRunConfig) -> str:
+def _hash_of_programs(config: DryRunConfig) -> str:
     """Return a hash of the programs: this package, Megatron and Transformer Engine."""
     folders = [Path(__file__).parents[1], config.programs.megatron, config.programs.te]
     if config.programs.megatron is None:
         spec = importlib.util.find_spec("megatron.core")
         folders.append(Path(spec.origin).parents[2] if spec and spec.origin else None)
     digest = hashlib.sha256(sys.version.encode())
-    for folder, patterns in zip(folders, (_OURS, *[_THEIRS] * 3), strict=False):
+    for folder, patterns in zip(folders, (_PACKAGE_FILES, *[_MEGATRON_FILES] * 3), strict=False):
         for pattern in patterns if folder is not None else ():
             for path in sorted(folder.glob(pattern)) if folder is not None else ():
                 stat = path.stat()
@@ -394,22 +399,22 @@ def _stamp(config: DryRunConfig) -> str:
     return digest.hexdigest()
 
 
-def _folder() -> Path:
+def _cache_folder() -> Path:
     return sources.cache() / "counted"
 
 
-def _cached(key: str) -> Ranks | None:
+def _read_cache(key: str) -> Ranks | None:
     try:
-        plain = json.loads((_folder() / f"{key}.json").read_text())
+        plain = json.loads((_cache_folder() / f"{key}.json").read_text())
     except (OSError, ValueError):
         return None
     return [RankReport.from_json(report) for report in plain]
 
 
-def _keep(key: str, ranks: Ranks) -> None:
+def _write_cache(key: str, ranks: Ranks) -> None:
     """Write a result atomically; errors are ignored because the cache is optional."""
     with contextlib.suppress(OSError):
-        _folder().mkdir(parents=True, exist_ok=True)
-        draft = _folder() / f"{key}.{os.getpid()}"
+        _cache_folder().mkdir(parents=True, exist_ok=True)
+        draft = _cache_folder() / f"{key}.{os.getpid()}"
         draft.write_text(json.dumps([report.to_json() for report in ranks]))
-        draft.replace(_folder() / f"{key}.json")
+        draft.replace(_cache_folder() / f"{key}.json")

@@ -168,11 +168,11 @@ def _tensors() -> Iterator[tuple[Any, str, Any]]:
     for name in cpu.TENSOR_FACTORIES:
         yield Tensor, name, _placed(getattr(Tensor, name), like=True)
     yield Tensor, "to", _moved(Tensor.to)
-    yield Tensor, "cuda", lambda self, *_, **__: to_gpu(self)
-    yield Tensor, "cpu", lambda self, *_, **__: to_host(self)
-    yield Tensor, "pin_memory", lambda self, *_: to_host(self)
+    yield Tensor, "cuda", lambda self, *_, **__: _to_gpu(self)
+    yield Tensor, "cpu", lambda self, *_, **__: _to_host(self)
+    yield Tensor, "pin_memory", lambda self, *_: _to_host(self)
     yield Tensor, "set_", _alias(Tensor.set_)
-    yield Tensor, "is_cuda", property(lambda self: not _lies_on_host(self))
+    yield Tensor, "is_cuda", property(lambda self: not _is_on_host(self))
     yield FakeTensor, "__torch_dispatch__", classmethod(_dispatched(FakeTensor.__torch_dispatch__))
     yield FakeTensor, "device", property(_device_of)
     yield Tensor, "_make_wrapper_subclass", staticmethod(_wrapper(Tensor._make_wrapper_subclass))
@@ -193,7 +193,7 @@ def _device_of(self: Any) -> torch.device:
         "torch"
     ):
         return fake
-    return _HOST if Current.ledger is None or _lies_on_host(self) else _GPU
+    return _HOST if Current.ledger is None or _is_on_host(self) else _GPU
 
 
 def _wrapper(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,7 +218,7 @@ def _dispatched(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def let_be_on_gpu(quantized: Any) -> None:
+def report_gpu_device(quantized: Any) -> None:
     """Make tensors of Transformer Engine's class report the GPU as their device."""
     truth = Tensor.device.__get__
 
@@ -230,21 +230,21 @@ def let_be_on_gpu(quantized: Any) -> None:
     quantized.device = property(answer)
 
 
-def _lies_on_host(tensor: Tensor) -> bool:
+def _is_on_host(tensor: Tensor) -> bool:
     return Current.ledger is not None and Current.ledger.is_on_host(tensor)
 
 
-def to_gpu(tensor: Tensor) -> Tensor:
+def _to_gpu(tensor: Tensor) -> Tensor:
     """Return the tensor, or a GPU copy if it is in host memory."""
-    if not _lies_on_host(tensor):
+    if not _is_on_host(tensor):
         return tensor
     with on_host(False):
         return _with_known_values(torch.empty_like(tensor, device="cuda"), (tensor,))
 
 
-def to_host(tensor: Tensor) -> Tensor:
+def _to_host(tensor: Tensor) -> Tensor:
     """Return the tensor, or a host copy if it is in GPU memory."""
-    if Current.ledger is None or _lies_on_host(tensor):
+    if Current.ledger is None or _is_on_host(tensor):
         return tensor
     with on_host():
         return _with_known_values(torch.empty_like(tensor, device="cpu"), (tensor,))
@@ -311,12 +311,12 @@ def _moved(to: Callable[..., Tensor]) -> Callable[..., Tensor]:
         # `to(other)` uses the other tensor's device; a dtype in this position matches no case
         # below.
         if isinstance(device, Tensor):
-            device = "cuda" if not _lies_on_host(device) else "cpu"
+            device = "cuda" if not _is_on_host(device) else "cpu"
         source = self
         if is_gpu(device):
-            source = to_gpu(self)
+            source = _to_gpu(self)
         elif str(device) == "cpu":
-            source = to_host(self)
+            source = _to_host(self)
         return _with_known_values(to(source, *args, **kwargs), (self,))
 
     return run

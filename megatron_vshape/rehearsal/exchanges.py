@@ -38,7 +38,7 @@ _LARGER_SIDE: dict[str, tuple[int, str]] = {
 """Position and name of the larger of input and output of each collective."""
 
 
-class Done:
+class _Done:
     """A completed communication."""
 
     def wait(self, *unused: object) -> bool:
@@ -49,7 +49,7 @@ class Done:
     def is_completed(self) -> bool:
         return True
 
-    def get_future(self) -> Done:
+    def get_future(self) -> _Done:
         return self
 
     def append(self, *unused: object) -> None:
@@ -59,13 +59,13 @@ class Done:
 def install() -> None:
     """Replace torch.distributed's communication functions; groups use torch's "fake" backend."""
     for name, (position, key) in _LARGER_SIDE.items():
-        replacement = _exchange(name, position, key)
+        replacement = _collective(name, position, key)
         for module in (dist, c10d):
             if hasattr(module, name):
                 setattr(module, name, replacement)
     owners: tuple[Any, ...] = (dist, c10d)
     for module in owners:
-        module.batch_isend_irecv = _batch
+        module.batch_isend_irecv = _run_batch
         module._coalescing_manager = _coalescing
         module.barrier = module.monitored_barrier = lambda *_, **__: None
         module.broadcast_object_list = lambda *_, **__: None
@@ -74,7 +74,7 @@ def install() -> None:
         module.new_group = _fake_groups(c10d.new_group)
 
 
-def start(rank: int, world: int) -> None:
+def start_process_group(rank: int, world: int) -> None:
     """Initialize this process as one rank of a world without other ranks."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -93,7 +93,7 @@ def _fake_groups(new_group: Callable[..., Any]) -> Callable[..., Any]:
     return new
 
 
-def _exchange(name: str, position: int, key: str) -> Callable[..., Any]:
+def _collective(name: str, position: int, key: str) -> Callable[..., Any]:
     at_once = name in ("isend", "irecv")
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -102,15 +102,15 @@ def _exchange(name: str, position: int, key: str) -> Callable[..., Any]:
             # Bytes of the larger side, from which `link_bytes_of` computes those on each link.
             tensors = argument if isinstance(argument, list | tuple) else (argument,)
             size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(tensors))
-            count(name, kwargs.get("group"), size)
-        return Done() if at_once or kwargs.get("async_op") else None
+            count_collective(name, kwargs.get("group"), size)
+        return _Done() if at_once or kwargs.get("async_op") else None
 
     return run
 
 
-def count(name: str, group: Any, size: float) -> None:
+def count_collective(name: str, group: Any, size: float) -> None:
     """Count a communication of this kind in the group, and the bytes of its larger side."""
-    ranks, span = _of(group)
+    ranks, span = _ranks_and_span(group)
     described = getattr(group, "group_desc", None) or "world"
     work = Current.ledger.work if Current.ledger is not None else None
     if work is not None:
@@ -121,26 +121,26 @@ def count(name: str, group: Any, size: float) -> None:
 
 def count_dispatch(group: Any, tokens: int, like: Tensor, copies: int) -> None:
     """Count a dispatch or combine of DeepEP or HybridEP; a token is counted once."""
-    count(f"{DISPATCH}{copies}", group, tokens * like.shape[1] * like.element_size())
+    count_collective(f"{DISPATCH}{copies}", group, tokens * like.shape[1] * like.element_size())
 
 
 @functools.cache
-def _of(group: Any) -> tuple[int, int]:
+def _ranks_and_span(group: Any) -> tuple[int, int]:
     """Return the number of ranks of a group, and its span from the lowest to the highest rank."""
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     return len(ranks), max(ranks) - min(ranks) + 1
 
 
-def _batch(operations: list[Any]) -> list[Done]:
+def _run_batch(operations: list[Any]) -> list[_Done]:
     for operation in operations:
         # The replaced isend or irecv, which counts the message.
         operation.op(operation.tensor, group=operation.group)
-    return [Done() for _ in operations]
+    return [_Done() for _ in operations]
 
 
 @contextlib.contextmanager
-def _coalescing(*unused: Any, **options: Any) -> Iterator[Done]:
-    yield Done()
+def _coalescing(*unused: Any, **options: Any) -> Iterator[_Done]:
+    yield _Done()
 
 
 def _all_gather_object(out: list[Any], value: Any, group: Any = None) -> None:

@@ -228,21 +228,21 @@ def read_command(words: Sequence[str], sources: bool = True) -> Command:
         )
     scripts = [index for index, word in enumerate(words) if word.endswith(".py")]
     if not scripts and "-m" in words[:-1]:
-        words = _of_module(words)
+        words = _words_of_module(words)
         scripts = [0]
     if scripts:
         index = scripts[0]
         environment = {name: value for name, value in map(_assignment, words[:index]) if name}
-        command = Command(words[index], (), environment, _launched(words[:index]))
+        command = Command(words[index], (), environment, _launch_options(words[:index]))
         words = words[index + 1 :]
     else:
         command = Command("pretrain_gpt.py", ())
     if words and not words[0].startswith("-"):
-        file_command = _of_file(Path(words[0]), command, words[1:], sources)
+        file_command = _command_of_file(Path(words[0]), command, words[1:], sources)
         command = replace(file_command, script=command.script) if scripts else file_command
     else:
         command = replace(command, flags=tuple(words))
-    _refuse_other_models(command)
+    _reject_other_models(command)
     _check_variables(command)
     if not scripts and command.pattern and command.script == "pretrain_gpt.py":
         return replace(command, script="pretrain_hybrid.py")
@@ -252,7 +252,7 @@ def read_command(words: Sequence[str], sources: bool = True) -> Command:
 _NODES, _PROCESSES = "--nnodes", "--nproc-per-node"
 
 
-def _launched(words: Sequence[str]) -> dict[str, str]:
+def _launch_options(words: Sequence[str]) -> dict[str, str]:
     """Return torchrun's numbers of nodes and of processes per node, as given."""
     options = {}
     for word, next_word in pairwise((*words, "")):
@@ -297,7 +297,7 @@ def _check_variables(command: Command) -> None:
         )
 
 
-def _of_module(words: Sequence[str]) -> list[str]:
+def _words_of_module(words: Sequence[str]) -> list[str]:
     """Return `python -m package.pretrain_gpt FLAGS` as a script with flags.
 
     Raises:
@@ -315,7 +315,7 @@ def _assignment(word: str) -> tuple[str, str]:
     return (match[1], match[2]) if match else ("", "")
 
 
-def _refuse_other_models(command: Command) -> None:
+def _reject_other_models(command: Command) -> None:
     name = Path(command.script).stem.lower()
     for part, model in _OTHER_MODELS.items():
         if part in name.replace("-", "_").split("_"):
@@ -325,20 +325,22 @@ def _refuse_other_models(command: Command) -> None:
             )
 
 
-def _of_file(path: Path, command: Command, extra_words: Sequence[str], sources: bool) -> Command:
+def _command_of_file(
+    path: Path, command: Command, extra_words: Sequence[str], sources: bool
+) -> Command:
     try:
         text = path.read_text()
     except OSError as error:
         raise ScheduleError(f"{path} cannot be read: {error.strerror or error}") from error
     if path.suffix in (".yaml", ".yml"):
-        command = _of_yaml(path, text, command, extra_words)
+        command = _command_of_yaml(path, text, command, extra_words)
     elif path.suffix == ".json":
-        command = _of_json(path, text, command, extra_words)
+        command = _command_of_json(path, text, command, extra_words)
     elif path.suffix in (".sh", ".bash", ".sbatch", ".slurm") or text.startswith("#!"):
         parameters = [
             *takewhile(lambda word: not word.startswith("-"), extra_words)
         ]  # $1, $2 and so on
-        command = _of_shell(path, text, command, parameters, sources)
+        command = _command_of_shell(path, text, command, parameters, sources)
         extra_words = extra_words[len(parameters) :]
     else:
         command = replace(command, flags=tuple(shlex.split(text, comments=True)))
@@ -359,7 +361,9 @@ _OVERRIDE = re.compile(r"\+*\w+(\.\w+)+=")
 """An override of OmegaConf and Hydra, as in `train.global_batch_size=8`."""
 
 
-def _of_yaml(path: Path, text: str, command: Command, extra_flags: Sequence[str]) -> Command:
+def _command_of_yaml(
+    path: Path, text: str, command: Command, extra_flags: Sequence[str]
+) -> Command:
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError:
@@ -369,9 +373,9 @@ def _of_yaml(path: Path, text: str, command: Command, extra_flags: Sequence[str]
     except yaml.YAMLError as error:
         raise ScheduleError(f"{path} is not YAML: {fault_of(error)}") from None
     if is_saved_config(content):
-        return _of_saved_config(content, command, extra_flags)
+        return _command_of_saved_config(content, command, extra_flags)
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
-        _refuse_other_models(_model_of(content))
+        _reject_other_models(_model_of(content))
         raise ScheduleError(
             f"{path} is a part of a Megatron-Bridge configuration: its _target_ is missing. Use "
             "the run_config.yaml of a checkpoint, or the file that ConfigContainer.to_yaml writes"
@@ -387,7 +391,9 @@ def _of_yaml(path: Path, text: str, command: Command, extra_flags: Sequence[str]
     )
 
 
-def _of_json(path: Path, text: str, command: Command, extra_flags: Sequence[str]) -> Command:
+def _command_of_json(
+    path: Path, text: str, command: Command, extra_flags: Sequence[str]
+) -> Command:
     try:
         config = config_of_verl(json.loads(text))
     except ValueError as error:
@@ -397,13 +403,13 @@ def _of_json(path: Path, text: str, command: Command, extra_flags: Sequence[str]
             f"{path} has no model of Megatron-Bridge. Use transformer_config.json of a checkpoint "
             "that verl saved, or run_config.yaml of one that Megatron-Bridge or NeMo-RL saved"
         )
-    return _of_saved_config(config, command, extra_flags)
+    return _command_of_saved_config(config, command, extra_flags)
 
 
-def _of_saved_config(
+def _command_of_saved_config(
     config: Mapping[str, Any], command: Command, extra_flags: Sequence[str]
 ) -> Command:
-    _refuse_other_models(_model_of(config))
+    _reject_other_models(_model_of(config))
     return replace(command, flags=tuple(flags_of_config(config, extra_flags)))
 
 
@@ -439,7 +445,7 @@ def _words_of(value: Any) -> list[str]:
     return [text]
 
 
-def _of_shell(
+def _command_of_shell(
     path: Path, text: str, command: Command, parameters: Sequence[str], sources: bool
 ) -> Command:
     """Return the command of a shell script, without the flags of its launcher."""
@@ -463,7 +469,7 @@ def _of_shell(
         name: value for name, value in shell.variables.items() if name.startswith(VARIABLES)
     }
     slurm = SlurmSizes.of([*sbatch, *launcher])
-    launched = _launched([*flags, *launcher])
+    launched = _launch_options([*flags, *launcher])
     if not launched and slurm.processes:  # srun starts one process per GPU
         launched = {_NODES: slurm.nodes or "1", _PROCESSES: slurm.processes}
     shell_command = Command(script or command.script, tuple(flags), environment, launched)
@@ -478,11 +484,11 @@ def evaluation_of(command: Command) -> list[str]:
     """Return the flags of a command's evaluation, which `without_files` removes."""
     flags = ("--eval-iters", "--eval-global-batch-size")
     values = {flag: command.value(flag) for flag in flags}
-    values["--eval-iters"] = values["--eval-iters"] or str(EVAL_ITERS)
+    values["--eval-iters"] = values["--eval-iters"] or str(_EVAL_ITERS)
     return [word for flag, value in values.items() if value is not None for word in (flag, value)]
 
 
-EVAL_ITERS = 100
+_EVAL_ITERS = 100
 """Default of Megatron's --eval-iters."""
 
 
@@ -492,8 +498,8 @@ def without_files(command: Command, vocabulary: int | None = None) -> list[str]:
     Raises:
         ScheduleError: The vocabulary size is unknown.
     """
-    flags = [_absolute(word) for word in command.without(FILES.__contains__).flags]
-    size = vocabulary or command.number("--vocab-size", 0) or _vocabulary(command)
+    flags = [_absolute_path(word) for word in command.without(FILES.__contains__).flags]
+    size = vocabulary or command.number("--vocab-size", 0) or _vocabulary_size(command)
     flags += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(size)]
     flags += ["--num-workers", "0", "--log-interval", "1", "--eval-iters", "0"]
     if not command.has("--lr"):
@@ -503,13 +509,13 @@ def without_files(command: Command, vocabulary: int | None = None) -> list[str]:
     return flags
 
 
-def _absolute(word: str) -> str:
+def _absolute_path(word: str) -> str:
     """Make the path of an existing file absolute: a dry run has a working directory of its own."""
     flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
     return f"{flag}{equals}{Path(value).resolve()}" if os.path.isfile(value) else word
 
 
-def _vocabulary(command: Command) -> int:
+def _vocabulary_size(command: Command) -> int:
     if command.has("--padded-vocab-size"):
         return command.number("--padded-vocab-size", 0)
     kind = command.value("--tokenizer-type", "GPT2BPETokenizer") or ""

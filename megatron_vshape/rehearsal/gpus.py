@@ -10,7 +10,7 @@ from typing import Any
 GIB = 2**30
 MIB = 2**20
 
-NCCL_BYTES = 16 * 2 * 4 * MIB
+_NCCL_BYTES = 16 * 2 * 4 * MIB
 """Approximate buffers of a communicator: NCCL_BUFFSIZE (4 MiB) for 16 channels and two peers of a
 ring. Both numbers depend on the machine."""
 
@@ -46,7 +46,7 @@ MEASURED_GIB: Mapping[tuple[Software, int], float] = {
 capability. Hopper: 2.2 to 2.3 GiB after three steps (benchmarks/allocator.md). A100: 0.48 to 0.51
 GiB in out-of-memory messages of users (benchmarks/evidence/outside_memory.csv)."""
 
-BESIDE_GIB = MEASURED_GIB[Software.TRANSFORMER_ENGINE, 9]
+_OUTSIDE_GIB = MEASURED_GIB[Software.TRANSFORMER_ENGINE, 9]
 """Memory of the CUDA context and of libraries that is assumed for all GPUs."""
 
 
@@ -66,14 +66,14 @@ class Gpu:
     far_rate: float  # bytes to other nodes, one way
     node: int  # GPUs that the fast links connect
     host_rate: float  # bytes to host memory, one way, as measured for copies
-    beside_gib: float = BESIDE_GIB  # outside of torch's allocator
-    communicator_bytes: int = NCCL_BYTES
+    beside_gib: float = _OUTSIDE_GIB  # outside of torch's allocator
+    communicator_bytes: int = _NCCL_BYTES
     shares: tuple[tuple[str, float], ...] = ()  # of `Rates` by name, that a cluster file sets
 
     @property
     def on_grace(self) -> bool:
         """Return whether the host's CPU is Grace instead of x86."""
-        return self.name in GRACE
+        return self.name in _GRACE
 
     @property
     def per_host(self) -> int:
@@ -133,7 +133,7 @@ def _gpu(
     return Gpu(name, (int(major), int(minor)), memory_mib * MIB, units, *rates, *host_links)
 
 
-GRACE = frozenset({"gh200", "gb200", "gb300"})
+_GRACE = frozenset({"gh200", "gb200", "gb300"})
 """GPUs with Grace CPUs."""
 
 GPUS = {

@@ -37,7 +37,7 @@ class GraphPool:
         self._ledger.graphed = True
         for tensor in tensors_in((*args, *kwargs.values())):
             if tensor.requires_grad:
-                self._keep_input(tensor.nbytes)
+                self._add_input_bytes(tensor.nbytes)
                 self._count_of_pass(tensor.nbytes)
                 tensor.register_hook(partial(self._end_backward, module, tensor.nbytes))
                 break
@@ -52,11 +52,11 @@ class GraphPool:
         self._ledger.graphed, self._running = True, module
 
     def _end_backward(self, module: nn.Module, size: int, gradient: Tensor) -> None:
-        self._keep_input(-size)
+        self._add_input_bytes(-size)
         if self._running is module:  # the next module may have started
             self._ledger.graphed = False
 
-    def _keep_input(self, size: int) -> None:
+    def _add_input_bytes(self, size: int) -> None:
         self._inputs += size
         self.most_inputs = max(self.most_inputs, self._inputs)
 

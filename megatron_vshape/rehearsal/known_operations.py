@@ -41,7 +41,7 @@ Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class StoredResult:
+class _StoredResult:
     """A result of an operation: an argument, a view of an argument, or a new tensor."""
 
     argument: int | None  # position of the argument that is returned or viewed; None: new
@@ -76,7 +76,7 @@ class StoredResult:
 class Operation:
     """The results of an operation, its memory traffic and its temporary memory."""
 
-    results: tuple[StoredResult | None, ...]
+    results: tuple[_StoredResult | None, ...]
     container: type | None  # list or tuple; None: one result
     moved_bytes: int
     scratch: tuple[int, ...]  # bytes of each temporary block
@@ -95,7 +95,7 @@ class Operation:
 def key_of(func: Any, args: Sequence[Any], kwargs: Any) -> Key | None:
     """Return the key of an operation's results, or None if they are not cached."""
     parts: list[Any] = [func, torch.get_default_dtype()]
-    if not _add(parts, args):
+    if not _add_to_key(parts, args):
         return None
     for name, value in (kwargs or {}).items():
         if type(value) not in _PLAIN:  # such as out=, or a generator
@@ -104,7 +104,7 @@ def key_of(func: Any, args: Sequence[Any], kwargs: Any) -> Key | None:
     return tuple(parts)
 
 
-def _add(parts: list[Any], values: Sequence[Any]) -> bool:
+def _add_to_key(parts: list[Any], values: Sequence[Any]) -> bool:
     """Append the properties of the values to the parts of a key, or return False."""
     for value in values:
         kind = type(value)
@@ -116,7 +116,7 @@ def _add(parts: list[Any], values: Sequence[Any]) -> bool:
             parts += (value.shape, value.stride(), value.dtype, value.storage_offset())
         elif kind is list or kind is tuple:
             parts += (kind, len(value))
-            if not _add(parts, value):
+            if not _add_to_key(parts, value):
                 return False
         else:
             return False
@@ -131,7 +131,7 @@ def operation_of(
         return None
     container = type(out) if type(out) in (list, tuple) else None
     outs = (out,) if container is None else out
-    results: list[StoredResult | None] = []
+    results: list[_StoredResult | None] = []
     for result in outs:
         if result is not None and not _is_simple(result):
             return None
@@ -152,7 +152,7 @@ def _is_simple(out: Any) -> bool:
     )
 
 
-def _result_of(out: Any, args: Sequence[Any]) -> StoredResult | None:
+def _result_of(out: Any, args: Sequence[Any]) -> _StoredResult | None:
     storage = out.untyped_storage()._cdata
     position = None
     for index, argument in enumerate(args):
@@ -162,35 +162,35 @@ def _result_of(out: Any, args: Sequence[Any]) -> StoredResult | None:
             ):
                 return None
         elif argument is out:
-            return StoredResult(index, None, (), out.dtype, 0, {})
+            return _StoredResult(index, None, (), out.dtype, 0, {})
         elif (
             position is None
             and isinstance(argument, Tensor)
             and argument.untyped_storage()._cdata == storage
         ):
             position = index
-    size = out.storage_offset() + _elements(out)
+    size = out.storage_offset() + _spanned_elements(out)
     if position is None and size * out.element_size() != out.untyped_storage().nbytes():
         return None
     shape, stride = tuple(out.shape), tuple(out.stride())
-    return StoredResult(position, shape, stride, out.dtype, out.storage_offset(), dict(vars(out)))
+    return _StoredResult(position, shape, stride, out.dtype, out.storage_offset(), dict(vars(out)))
 
 
-def _elements(out: Tensor) -> int:
+def _spanned_elements(out: Tensor) -> int:
     """Return the elements from the first to the last of a tensor."""
     if not out.numel():
         return 0
     return 1 + sum((size - 1) * by for size, by in zip(out.shape, out.stride(), strict=True))
 
 
-THREADS = 512  # maximum threads per block
-THREADS_AT_ONCE = 2048  # maximum threads per multiprocessor
-WARP = 32
+_THREADS = 512  # maximum threads per block
+_THREADS_AT_ONCE = 2048  # maximum threads per multiprocessor
+_WARP = 32
 VALUES = 16, 256
 """Minimum and maximum number of values per thread if blocks share an output."""
 ROWS = 10
 """Rows of an embedding's gradient per partial sum."""
-FEW_TOKENS = 3072
+_FEW_TOKENS = 3072
 """Maximum tokens for which the gradient of an embedding is accumulated in place."""
 
 
@@ -221,22 +221,22 @@ def _reduction(args: Sequence[Any], out: Tensor, multiprocessors: int) -> tuple[
     vector = 1
     width, height = (inputs, outputs) if within else (outputs, inputs)
     if retained is not None and not within and retained[1] == 1:
-        vector = _vector(retained[2], [dim[1] for dim in dims if dim is not retained])
+        vector = _vector_width(retained[2], [dim[1] for dim in dims if dim is not retained])
         width //= vector
     elif within and dims and dims[0][1] == 1 and width >= 128 and sum(d[0] for d in dims) == 1:
         width //= 4
-    block_x, block_y = _block(width, height, THREADS // vector)
+    block_x, block_y = _block_shape(width, height, _THREADS // vector)
     step_input, step_output = (block_x, 1) if within else (1, block_x)
-    values = _parts(inputs, step_input)
+    values = _ceil_div(inputs, step_input)
     if values < min(16 * block_y, VALUES[1]):
         return ()  # no output is shared between warps
-    values = _parts(inputs, step_input * block_y)
-    grid = _parts(outputs // vector, step_output)
-    target = multiprocessors * (THREADS_AT_ONCE // (block_x * block_y))
+    values = _ceil_div(inputs, step_input * block_y)
+    grid = _ceil_div(outputs // vector, step_output)
+    target = multiprocessors * (_THREADS_AT_ONCE // (block_x * block_y))
     if values < VALUES[1] or grid > target:
         return ()  # no output is shared between blocks
-    min_blocks, max_blocks = (_parts(values, limit) for limit in reversed(VALUES))
-    blocks = max(min(_parts(target, grid), max_blocks), min_blocks)
+    min_blocks, max_blocks = (_ceil_div(values, limit) for limit in reversed(VALUES))
+    blocks = max(min(_ceil_div(target, grid), max_blocks), min_blocks)
     if blocks == 1:
         return ()
     size = max(4, tensor.element_size()) * outputs * blocks
@@ -260,24 +260,24 @@ def _dimensions(tensor: Tensor, over: set[int]) -> list[tuple[bool, int, int]]:
     return dimensions
 
 
-def _vector(size: int, strides: Sequence[int]) -> int:
+def _vector_width(size: int, strides: Sequence[int]) -> int:
     """Return the number of outputs that a thread reads at once."""
     return next(n for n in (4, 2, 1) if not any(number % n for number in (size, *strides)))
 
 
-def _block(width: int, height: int, threads: int) -> tuple[int, int]:
+def _block_shape(width: int, height: int, threads: int) -> tuple[int, int]:
     """Return a block's threads in both dimensions."""
-    x, y = (threads if size >= threads else _power(size) for size in (width, height))
-    block_y = min(y, threads // min(x, WARP))
+    x, y = (threads if size >= threads else _power_of_two(size) for size in (width, height))
+    block_y = min(y, threads // min(x, _WARP))
     return min(x, threads // block_y), block_y
 
 
-def _power(number: int) -> int:
+def _power_of_two(number: int) -> int:
     """Return the largest power of two not above the number; 1 for zero."""
     return 1 << max(0, number.bit_length() - 1)
 
 
-def _parts(number: int, size: int) -> int:
+def _ceil_div(number: int, size: int) -> int:
     return -(-number // size)
 
 
@@ -285,7 +285,7 @@ def _embedding(args: Sequence[Any], out: Tensor, _: int) -> tuple[int, ...]:
     """Return the sizes of the sorted tokens, of the part offsets, and of the fp32 partial sums."""
     gradient, tokens = args[:2]
     number, wide = tokens.numel(), tokens.element_size()
-    if number <= FEW_TOKENS and args[3] < 0:
+    if number <= _FEW_TOKENS and args[3] < 0:
         return ()
     parts = number // ROWS + min(number, out.shape[0])
     sums = max(4, gradient.element_size()) * parts * out.shape[1]

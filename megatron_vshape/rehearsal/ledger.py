@@ -31,7 +31,7 @@ UNIT = 512
 LARGE = 1 << 20
 """Minimum size in bytes for which the allocating code is recorded."""
 
-GEMMS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm"))
+_GEMMS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm"))
 _NO_KERNEL = (
     torch.ops.aten.empty.memory_format,
     *(
@@ -41,7 +41,7 @@ _NO_KERNEL = (
 )
 
 WORKSPACES = "workspaces"
-OUTPUT_LAYER = "output_layer"
+_OUTPUT_LAYER = "output_layer"
 """Module name, in all of Megatron's models, whose GEMM produces logits."""
 
 NEVER = sys.maxsize
@@ -101,7 +101,7 @@ class Ledger(TorchDispatchMode):
         self._live: dict[int, tuple[Any, Record | None]] = {}
         self._inside = self._device = self._local = self._local_at = 0
         self._handles: set[bool] = set()
-        self._beside: tuple[int, ...] = ()
+        self._temporary_sizes: tuple[int, ...] = ()
         self._kernel_start = 0  # number of records at the start of the current fused kernel
         self._workspace, self._multiprocessors = cublas_workspace_bytes, multiprocessors
 
@@ -128,14 +128,14 @@ class Ledger(TorchDispatchMode):
         record.graphed = self.graphed
         self.pool += size * record.graphed
         if size >= LARGE:
-            record.code = _code()
+            record.code = _allocating_line()
         self.records.append(record)
         return record
 
     def _free(self, key: int, _: object = None) -> None:
         _, record = self._live.pop(key, (None, None))
         if record is not None and record is not _EMPTY:
-            self._end(record)
+            self._end_record(record)
 
     def repeat(self, record: Record, times: int) -> None:
         """Add copies of a live storage, which are freed together with it."""
@@ -146,9 +146,9 @@ class Ledger(TorchDispatchMode):
             self._copies.setdefault(id(record), []).append(copy)
             self._change(copy.size)
 
-    def _end(self, record: Record) -> None:
+    def _end_record(self, record: Record) -> None:
         for copy in self._copies.pop(id(record), ()):
-            self._end(copy)
+            self._end_record(copy)
         record.died = self.clock
         self.pool -= record.size * record.graphed
         self._change(-record.size)
@@ -158,7 +158,7 @@ class Ledger(TorchDispatchMode):
         reference, record = self._live.get(storage._cdata, (None, None))
         if record is None:
             return
-        self._end(record)
+        self._end_record(record)
         size = rounded(storage.nbytes())
         # Another record, because the allocator frees the old block and allocates a new one.
         fresh = self._record(size, record.shape) if size else _EMPTY
@@ -183,14 +183,14 @@ class Ledger(TorchDispatchMode):
         """Count temporary memory of a kernel, allocated in addition to all of its results."""
         # Inside a fused kernel they count at its end, together with its results.
         if self._inside:
-            self._beside += sizes
+            self._temporary_sizes += sizes
         if self._inside or not sizes:
             return
         # Allocated and freed at once: they affect the peak and the replay of the allocator.
         records = [self._record(rounded(size), ()) for size in sizes]
         self._change(sum(record.size for record in records))
         for record in records:
-            self._end(record)
+            self._end_record(record)
 
     def add_permanent(self, size: int, what: str) -> None:
         """Count permanent memory that no Python tensor owns."""
@@ -238,7 +238,7 @@ class Ledger(TorchDispatchMode):
                 # Registers or shared memory in the real kernel; its results outlive it.
                 record.fused = record.died < NEVER
             self.mark()
-            sizes, self._beside = self._beside, ()
+            sizes, self._temporary_sizes = self._temporary_sizes, ()
             self.add_temporary(*sizes)
 
     def on_host(self, on_host: bool = True) -> contextlib.AbstractContextManager[None]:
@@ -265,7 +265,7 @@ class Ledger(TorchDispatchMode):
             end_seconds = self.seconds(self.work)
             largest = (start_seconds + end_seconds) / 2, self._local, self._local_at
             self.curve += [largest, (end_seconds, self.now, self.clock)]
-            did, memory = self.work.less(earlier), (before_bytes, self._local, self.now)
+            did, memory = self.work.minus(earlier), (before_bytes, self._local, self.now)
             self.passes.append(
                 PassRecord(phase, start_seconds, end_seconds, did, *memory, clock, earlier)
             )
@@ -281,7 +281,7 @@ class Ledger(TorchDispatchMode):
 
     # ---- work ----
 
-    def product(
+    def count_gemm(
         self, number_format: str, rows: int, inner: int, columns: int, gemms: int = 1
     ) -> None:
         """Count a GEMM, or a kernel with `gemms` GEMMs of this size."""
@@ -289,13 +289,13 @@ class Ledger(TorchDispatchMode):
         self.work.products[key] = self.work.products.get(key, 0) + 1
         self.work.kernels += 1
 
-    def attention(self, flops: float, number_format: str) -> None:
+    def count_attention(self, flops: float, number_format: str) -> None:
         """Count the FLOPs of attention."""
         flops_by_format = self.work.attention_flops
         flops_by_format[number_format] = flops_by_format.get(number_format, 0.0) + flops
         self.work.kernels += 1
 
-    def cublas(self) -> None:
+    def add_cublas_workspace(self) -> None:
         """Count torch's cuBLAS workspaces: one for forward, one for the autograd thread."""
         # On a GPU, autograd runs in another thread, with a cuBLAS handle and workspace per thread.
         backward = torch._C._current_graph_task_id() != -1
@@ -305,9 +305,9 @@ class Ledger(TorchDispatchMode):
 
     def moved(self, *values: Any) -> None:
         """Count a memory-bound kernel with the bytes that it reads and writes."""
-        self._move(_bytes_of(values))
+        self._count_traffic(_bytes_of(values))
 
-    def _move(self, size: int) -> None:
+    def _count_traffic(self, size: int) -> None:
         if self.phase == "optimizer":
             self.work.optimizer_bytes += size
         else:
@@ -342,7 +342,9 @@ class Ledger(TorchDispatchMode):
         out, new_tensors = operation.make(args)
         on_host = bool(new_tensors) and self._add_all(func, new_tensors, args, kwargs)
         if not (self._inside or on_host):
-            self._run(func, args, operation.scratch, operation.moved_bytes, bool(new_tensors))
+            self._count_operation(
+                func, args, operation.scratch, operation.moved_bytes, bool(new_tensors)
+            )
         return out
 
     def _infer(self, func: Any, args: Any, kwargs: Any, key: Key | None) -> Any:
@@ -359,37 +361,37 @@ class Ledger(TorchDispatchMode):
             operation = operation_of(func, args, out, moved, scratch)
             if operation is not None:
                 self._known[key] = operation
-        new_tensors = [tensor for tensor in tensors_in((out,)) if not self._knows(tensor)]
+        new_tensors = [tensor for tensor in tensors_in((out,)) if not self._is_counted(tensor)]
         on_host = bool(new_tensors) and self._add_all(func, new_tensors, args, kwargs)
         if not (self._inside or on_host):
-            self._run(func, args, scratch, moved, bool(new_tensors))
+            self._count_operation(func, args, scratch, moved, bool(new_tensors))
         return out
 
     def _add_all(self, func: Any, new_tensors: list[Tensor], args: Any, kwargs: Any) -> bool:
         """Add the new storages of an operation, and return whether they are in host memory."""
-        on_host = self._lands_on_host(args, kwargs)
+        on_host = self._returns_host_tensors(args, kwargs)
         for tensor in new_tensors:
             self.add(tensor, on_host)
-        self._mark_logits(func in GEMMS, new_tensors, args)
+        self._mark_logits(func in _GEMMS, new_tensors, args)
         return on_host
 
-    def _run(
+    def _count_operation(
         self, func: Any, args: Any, scratch: tuple[int, ...], moved_bytes: int, makes: bool
     ) -> None:
         """Count the kernel of an operation."""
         self.add_temporary(*scratch)
-        if func in GEMMS:
+        if func in _GEMMS:
             self._gemm(args)
         # Neither new storage nor a write: a view, which launches no kernel.
         elif (makes or func._schema.is_mutable) and func not in _NO_KERNEL:
-            self._move(moved_bytes)
+            self._count_traffic(moved_bytes)
 
-    def _knows(self, tensor: Tensor) -> bool:
+    def _is_counted(self, tensor: Tensor) -> bool:
         if not isinstance(tensor, FakeTensor):  # a quantized tensor; its parts are counted
             return True
         return tensor.untyped_storage()._cdata in self._live
 
-    def _lands_on_host(self, args: Any, kwargs: Any) -> bool:
+    def _returns_host_tensors(self, args: Any, kwargs: Any) -> bool:
         if self._device:
             return self._device == _HOST
         # As in torch, an operation on host tensors alone has its results on the host.
@@ -398,7 +400,7 @@ class Ledger(TorchDispatchMode):
 
     def _mark_logits(self, is_gemm: bool, new_tensors: list[Tensor], args: Any) -> None:
         """Mark logits: the result of the output layer's GEMM, and later tensors of its size."""
-        at_output = self.place.endswith(OUTPUT_LAYER) or self.phase.startswith("S ")
+        at_output = self.place.endswith(_OUTPUT_LAYER) or self.phase.startswith("S ")
         if not (is_gemm and at_output or self._has_logits):
             return
         # A GEMM with logits as input is the output layer's backward: its results are no logits.
@@ -415,16 +417,16 @@ class Ledger(TorchDispatchMode):
         return entry is not None and entry[1] is not None and entry[1].what == "logits"
 
     def _gemm(self, args: Any) -> None:
-        self.cublas()
+        self.add_cublas_workspace()
         # `addmm` and `baddbmm` have a bias first.
         *_, lhs, rhs = (argument for argument in args if isinstance(argument, Tensor))
         batch = lhs.shape[0] if lhs.dim() == 3 else 1
         rows, inner, columns = lhs.shape[-2], lhs.shape[-1], rhs.shape[-1]
         if lhs.dim() == 3:
             # In Megatron's models, batched GEMMs are those of unfused attention.
-            self.attention(2.0 * batch * rows * inner * columns, str(lhs.dtype)[6:])
+            self.count_attention(2.0 * batch * rows * inner * columns, str(lhs.dtype)[6:])
         else:
-            self.product(str(lhs.dtype).removeprefix("torch."), rows, inner, columns)
+            self.count_gemm(str(lhs.dtype).removeprefix("torch."), rows, inner, columns)
 
 
 _HOST, _GPU, _OUTSIDE = 1, 2, 3
@@ -490,7 +492,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 _OURS = ("/megatron_vshape/", "/torch/")
 
 
-def _code() -> str:
+def _allocating_line() -> str:
     """Return the line of Megatron or Transformer Engine that allocates: `file:line function`."""
     # Past this function, `_record` and `add`.
     frame: FrameType | None = sys._getframe(3)

@@ -125,7 +125,7 @@ class _Scan:
             rows = self.batch * self.tokens
             within = self.chunk * (self.groups * self.state + self.heads * self.head)
             between = 4.0 * self.heads * self.head * self.state
-            ledger.attention(times * rows * (within + between), "bfloat16")
+            ledger.count_attention(times * rows * (within + between), "bfloat16")
             ledger.moved((x,), (x,))
 
 

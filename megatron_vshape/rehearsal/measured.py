@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-AHEAD = 2
+_AHEAD = 2
 """Processes that import while a rank runs."""
 
 
@@ -25,11 +25,11 @@ def measure_all(
     A job has the script, its flags (a list), the world size, the rank, the environment and, as
     `schedule`, whether the flags have --pipeline-schedule.
     """
-    processes = deque(_start(megatron) for _ in jobs[:AHEAD])
+    processes = deque(_start(megatron) for _ in jobs[:_AHEAD])
     try:
         for index, job in enumerate(jobs):
             process = processes.popleft()
-            if index + AHEAD < len(jobs):
+            if index + _AHEAD < len(jobs):
                 processes.append(_start(megatron))
             try:
                 text, errors = process.communicate(json.dumps(job) + "\n", timeout_s)

@@ -245,7 +245,7 @@ def run_rank(job: Mapping[str, Any]) -> dict[str, Any]:
     from megatron_vshape.rehearsal import exchanges
     from megatron_vshape.rehearsal.adjustments import wrap
 
-    exchanges.start(job["rank"], job["world"])
+    exchanges.start_process_group(job["rank"], job["world"])
     watched = Watched(job.get("steps", STEPS))
     wrap(training, "setup_model_and_optimizer", watched.setup)
     wrap(training, "train_step", watched.train_step)

@@ -14,7 +14,10 @@ from megatron_vshape.rehearsal.saved_config import LAYOUT
 
 ENDS = ("embedding", "loss")
 
-ENDS_OF_RANKS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
+_FLAGS_OF_OUTER_RANKS = (
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+)
 """Megatron's flags for the layers of the first and the last pipeline rank."""
 
 
@@ -61,7 +64,7 @@ def layers_of_command(command: Command, num_layers: int, ranks: int) -> Megatron
 
 def _layers_of_ranks(command: Command, num_layers: int, ranks: int) -> list[int]:
     """Divide the layers among pipeline ranks as Megatron does; empty if it rejects them."""
-    first, last = (command.number(flag, 0) for flag in ENDS_OF_RANKS)
+    first, last = (command.number(flag, 0) for flag in _FLAGS_OF_OUTER_RANKS)
     middle_ranks = ranks - (first > 0) - (last > 0)
     layers_per_rank, remainder = divmod(num_layers - first - last, middle_ranks or 1)
     if remainder or layers_per_rank < 0 or (layers_per_rank and not middle_ranks):
@@ -73,7 +76,7 @@ def flags_of_layers(layers: Sequence[int], ranks: int, command: Command) -> list
     """Return the changes of a command with which Megatron runs stages of these layers."""
     if command.pattern:
         return [f"{hybrid.FLAG} '{hybrid.cut(command.pattern, layers)}'"]
-    removed = [f"remove {flag}" for flag in ENDS_OF_RANKS if command.has(flag)]
+    removed = [f"remove {flag}" for flag in _FLAGS_OF_OUTER_RANKS if command.has(flag)]
     if not is_even(layers):
         return [*removed, f"{LAYOUT} '{layout_of(layers, command.mtp_layers)}'"]
     words = [*removed, *([f"remove {LAYOUT}"] if command.has(LAYOUT) else [])]

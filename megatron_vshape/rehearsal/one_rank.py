@@ -58,8 +58,8 @@ from megatron_vshape.runtime.weight_jobs import plain_tensors
 STEPS = 2
 """The second step is the first with allocated optimizer moments."""
 
-CURVE_POINTS = 4000
-HOLDERS = 12
+_CURVE_POINTS = 4000
+_MAX_HOLDERS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class RankJob:
         return GPUS[self.gpu] if self.cluster is None else Gpu.of_json(self.cluster)
 
 
-class _Enough(BaseException):
+class _StepsDone(BaseException):
     """Ends the program after its last measured step; no handler of Megatron catches it."""
 
 
@@ -103,7 +103,7 @@ def rehearse(job: RankJob) -> RankReport | CheckedRank:
     Current.gpu = gpu
     workspace_bytes = gpu.workspace_bytes(os.environ)
     Current.ledger = ledger = Ledger(workspace_bytes, gpu.multiprocessors)
-    exchanges.start(job.rank, job.world)
+    exchanges.start_process_group(job.rank, job.world)
     run = _Run(job, ledger)
     sys.argv = [job.script, *job.flags]
     # As `python SCRIPT` does, for imports of modules next to the script.
@@ -115,7 +115,7 @@ def rehearse(job: RankJob) -> RankReport | CheckedRank:
         run.install()
         try:
             runpy.run_path(job.script, run_name="__main__")
-        except _Enough:
+        except _StepsDone:
             pass
         else:
             raise RuntimeError(
@@ -151,7 +151,7 @@ def _stop(call: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Replace a pass by the end of the program."""
 
     def stop(*unused: Any) -> Any:
-        raise _Enough
+        raise _StepsDone
 
     return stop
 
@@ -174,9 +174,9 @@ class _Run:
         ledger.seconds = self._seconds
 
     def _seconds(self, work: Work) -> float:
-        return self.priced(work)["step_s"]
+        return self.estimated_times(work)["step_s"]
 
-    def priced(self, work: Work) -> dict[str, float]:
+    def estimated_times(self, work: Work) -> dict[str, float]:
         """Return the estimated seconds of a part of the step, by category."""
         return step_time(work, self.job.hardware, self.scale(1, 1, 1, 1))
 
@@ -238,13 +238,13 @@ class _Run:
         self.chunks = list(model)
         # A shorter run would end before the memory between two steps is recorded.
         self.args.train_iters = max(self.args.train_iters or 0, STEPS + 1)
-        self._name(optimizer)
-        self.passes.know(self.chunks)
+        self._set_purposes(optimizer)
+        self.passes.register_modules(self.chunks)
         if captures_graphs(self.args):
             self.pool = GraphPool(self.ledger, self.chunks)
         return model, optimizer, scheduler
 
-    def _name(self, optimizer: Any) -> None:
+    def _set_purposes(self, optimizer: Any) -> None:
         """Set the purpose of existing storages: weights, gradients or optimizer."""
         # By phase first, because some storages have no tensor in the lists below.
         for record in self.ledger.held_at(self.ledger.clock):
@@ -308,9 +308,9 @@ class _Run:
             from megatron_vshape.mcore.setup.megatron_schedules import check_first_step
 
             check_first_step(self.args)
-            raise _Enough
+            raise _StepsDone
         if len(self.held) == STEPS:
-            raise _Enough
+            raise _StepsDone
         self.ledger.phase = "step"
         self.peaks.append(self.ledger.peak)
         self.ledger.begin_step()
@@ -376,9 +376,9 @@ class _Run:
             scale=self.scale(1, 1, 1, 1),
             sizes=self._sizes(),
             first_peak_bytes=self.peaks[-1],
-            curve=_over_time(ledger.records, ledger.curve[:CURVE_POINTS]),
+            curve=_over_time(ledger.records, ledger.curve[:_CURVE_POINTS]),
             kinds=self._by_kind(ran, keys),
-            held_between_passes_bytes=_held_between(ledger.passes),
+            held_between_passes_bytes=_peak_between_passes(ledger.passes),
             megatron=_megatron_version(),
             transformer_engine=getattr(sys.modules.get("transformer_engine"), "__version__", ""),
             work=work,
@@ -422,7 +422,7 @@ class _Run:
         reports = []
         for (kind, chunk), ran in sorted(records.items()):
             work = ran[-1].did.repeating(keys, [ran[-1].did])
-            parts = self.priced(work)
+            parts = self.estimated_times(work)
             pool = self.pool if kind == "F" else None
             reports.append(
                 PassReport(
@@ -486,7 +486,7 @@ def _megatron_version() -> str:
     return str(__version__)
 
 
-def _held_between(passes: list[PassRecord]) -> int:
+def _peak_between_passes(passes: list[PassRecord]) -> int:
     """Return the peak at the end of a pass, relative to the start of the first."""
     ran = [record for record in passes if len(record.phase.split()) == 3]
     return max(record.after_bytes for record in ran) - ran[0].before_bytes if ran else 0
@@ -527,25 +527,25 @@ def _parts(records: list[Record], peak: int) -> dict[str, int]:
     return parts
 
 
-HELD_BY = ("state", "F", "B", "logits", "rest")
+_CURVE_CATEGORIES = ("state", "F", "B", "logits", "rest")
 """Weights, gradients and optimizer; allocations of F; allocations of B, W and BW; as `PARTS`."""
 
 
-def _held_by(record: Record) -> str:
+def _curve_category(record: Record) -> str:
     part = _part_of(record)
     if part == "activations":
         return "F" if record.phase[:1] == "F" else "B"
-    return part if part in HELD_BY else "state"
+    return part if part in _CURVE_CATEGORIES else "state"
 
 
 def _over_time(
     records: list[Record], curve: list[tuple[float, int, int]]
 ) -> list[tuple[float, int, dict[str, int]]]:
     """Return (seconds, bytes, bytes by category) for every point of the curve."""
-    changes = [(record.born, record.size, _held_by(record)) for record in records]
-    changes += [(record.died, -record.size, _held_by(record)) for record in records]
+    changes = [(record.born, record.size, _curve_category(record)) for record in records]
+    changes += [(record.died, -record.size, _curve_category(record)) for record in records]
     changes.sort()
-    allocated, event = dict.fromkeys(HELD_BY, 0), 0
+    allocated, event = dict.fromkeys(_CURVE_CATEGORIES, 0), 0
     points: dict[int, dict[str, int]] = {}
     # By clock: the peak of an outer phase can be earlier than entries before it.
     for index in sorted(range(len(curve)), key=lambda index: curve[index][2]):
@@ -567,7 +567,7 @@ def _holders(records: list[Record]) -> list[Holder]:
             entry = sums.setdefault((part, record.place, record.code), [0, 0])
             entry[0] += record.size
             entry[1] += 1
-    largest = sorted(sums.items(), key=lambda item: -item[1][0])[:HOLDERS]
+    largest = sorted(sums.items(), key=lambda item: -item[1][0])[:_MAX_HOLDERS]
     return [
         Holder(part, place, code, size, number) for (part, place, code), (size, number) in largest
     ]
@@ -580,10 +580,10 @@ class _Passes:
         self._ledger, self._before_forward = ledger, before_forward
         self._chunks: dict[int, int] = {}
         self._count: dict[str, int] = {}
-        self._made: dict[int, str] = {}
+        self._phase_by_output: dict[int, str] = {}
         self._names: dict[int, str] = {}
 
-    def know(self, chunks: list[Any]) -> None:
+    def register_modules(self, chunks: list[Any]) -> None:
         """Register the names of the modules of these chunks."""
         for index, chunk in enumerate(chunks):
             self._chunks[id(chunk)] = index
@@ -608,7 +608,7 @@ class _Passes:
     def begin_step(self) -> None:
         """Count microbatches from zero again."""
         self._count.clear()
-        self._made.clear()
+        self._phase_by_output.clear()
 
     def watch(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Wrap a pass of this package so that it sets the phase; its stage has the chunk."""
@@ -636,13 +636,18 @@ class _Passes:
         for tensor in tensors_in((output,)):
             # The backward gets this output tensor, which identifies its chunk and microbatch: the
             # order of interleaved backwards would not. Megatron keeps the tensor until then.
-            self._made[id(tensor)] = f"{chunk} {microbatch}"
+            self._phase_by_output[id(tensor)] = f"{chunk} {microbatch}"
         return output
 
     def _backward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = kwargs.get("output_tensor", args[1] if len(args) > 1 else None)
         chunk_and_microbatch = next(
-            (self._made[id(e)] for e in tensors_in((output,)) if id(e) in self._made), None
+            (
+                self._phase_by_output[id(e)]
+                for e in tensors_in((output,))
+                if id(e) in self._phase_by_output
+            ),
+            None,
         )
         number = self._count.get("B", 0)
         self._count["B"] = number + 1

@@ -30,13 +30,13 @@ def install(watch: Watch) -> None:
     for replaced in (offload, te_layers):
         replaced.Tensor = FakeTensor  # these modules offload and shard only this type
     replaced = program_runner
-    replaced.ThreadPoolExecutor = _AtOnce  # fake tensors support one thread
+    replaced.ThreadPoolExecutor = _SerialExecutor  # fake tensors support one thread
     run_alone()
     stage: Any = MegatronStage
     for kind in (*PARTS, Kind.BW):
         setattr(stage, kind.method, watch(getattr(stage, kind.method), kind))
     replaced = program_runner.ProgramRun
-    replaced.__post_init__ = _watching(replaced.__post_init__, watch)
+    replaced.__post_init__ = _with_watched_handlers(replaced.__post_init__, watch)
 
 
 def run_alone() -> None:
@@ -56,10 +56,10 @@ def run_alone() -> None:
     replaced = device_collectives.DeviceCollectives
     replaced.begin = _begin_at_once
     replaced = losses.LossGatherer
-    replaced.send_to_last_rank = _bring
+    replaced.send_to_last_rank = _send_to_last_rank
 
 
-def _watching(begin: Callable[[Any], None], watch: Watch) -> Callable[[Any], None]:
+def _with_watched_handlers(begin: Callable[[Any], None], watch: Watch) -> Callable[[Any], None]:
     """Wrap the start of a program's run so that all pass handlers report to `watch`."""
 
     def begin_watched(run: Any) -> None:
@@ -103,28 +103,28 @@ def _sends_until_waited_for(tell: Any) -> Any:
 def _begin_at_once(self: Any, job: Callable[[], Any], inputs: Any) -> Any:
     from megatron_vshape.runtime import device_collectives
 
-    return device_collectives.Pending(self, _done(job()))
+    return device_collectives.Pending(self, _done_future(job()))
 
 
-def _done(value: Any) -> Future[Any]:
+def _done_future(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
     return future
 
 
-class _AtOnce:
+class _SerialExecutor:
     """An executor that runs a job when it is submitted."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """Accept the arguments of an executor."""
 
     def submit(self, job: Callable[[], Any]) -> Future[Any]:
-        return _done(job())
+        return _done_future(job())
 
     def shutdown(self, *args: Any, **options: Any) -> None:
         """Do nothing: no job is running."""
 
 
-def _bring(self: Any, store: Any, loss_rank: int, group: Any, device: Any) -> Any:
+def _send_to_last_rank(self: Any, store: Any, loss_rank: int, group: Any, device: Any) -> Any:
     is_last = group.rank() == group.size() - 1
     return store if group.rank() == loss_rank or not is_last else [{}]

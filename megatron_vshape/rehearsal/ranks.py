@@ -195,10 +195,12 @@ def run_jobs(programs: Programs, jobs: Iterable[Mapping[str, Any]]) -> Iterator[
     if worker.returncode:
         last = [line for line in errors.splitlines() if line.strip()]
         last = last or [f"its process ended {ending(worker.returncode)}"]
-        raise ScheduleError(f"the dry run could not be prepared: {last[-1]}{_fix(last[-1])}")
+        raise ScheduleError(
+            f"the dry run could not be prepared: {last[-1]}{_install_hint(last[-1])}"
+        )
 
 
-def _fix(error: str) -> str:
+def _install_hint(error: str) -> str:
     """Return the command that installs a library which Megatron imports, if one is missing."""
     name = error.partition("No module named '")[2]
     if not name or name.startswith(("megatron", "transformer_engine")):

@@ -31,14 +31,14 @@ from megatron_vshape.rehearsal.ranks import PER_RANK, DryRunConfig, rehearse_all
 NAMES = ("v-half", "v-min")
 """Schedules to try: the one with the smaller bubble first."""
 
-MOST_RANKS = 8
+_MAX_RANKS = 8
 """Pipeline ranks up to which a layer split is searched for (minutes above)."""
 
-LEAST_SAVED = 0.03
+_MIN_SAVED = 0.03
 """Share of the peak: less is within the error of the estimate."""
 
 
-MOST_TRIED = 3
+_MAX_TRIED = 3
 """Remedies that a dry run of all layers estimates, until one of them starts."""
 
 VOCABULARY = "--pipeline-vocab-parallel"
@@ -99,7 +99,7 @@ def remedy_lines(
     communicators = max(report.communicators for report in mine)
     limit = config.gpu.allocatable_bytes(communicators, headroom_bytes)
     lines = []
-    for remedy in in_order(candidates, peak, limit)[:MOST_TRIED]:
+    for remedy in useful_remedies(candidates, peak, limit)[:_MAX_TRIED]:
         job = config.job(command.of_megatron().having(**remedy.flags), sizes, remedy.largest, "")
         (result,) = rehearse_all(config.programs, [job])
         if isinstance(result, RankReport) and result.peak_bytes < peak:
@@ -146,20 +146,20 @@ def _of_schedule(
     ranks, flags = schedule.num_devices, {"pipeline_schedule": name}
     layers = _layers(pieces, num_layers, schedule)
     costs = pieces.costs(layers)
-    yield Remedy(flags | _split(layers), tuple(peak_held(schedule, costs)))
+    yield Remedy(flags | _split_flags(layers), tuple(peak_held(schedule, costs)))
     if can_share:
         shared = shared_pieces(pieces, ranks, pieces.send_us, estimate_logits_bytes(pieces, ranks))
         layers = _layers(shared, num_layers, schedule)
-        yield _shared(flags, schedule, shared.costs(layers), layers)
-    elif ranks <= MOST_RANKS:
+        yield _vocabulary_remedy(flags, schedule, shared.costs(layers), layers)
+    elif ranks <= _MAX_RANKS:
         layers, _ = lighter_layers(make(name, ranks, 2 * ranks), costs, pieces.shares)
-        yield Remedy(flags | _split(layers), tuple(peak_held(schedule, pieces.costs(layers))))
+        yield Remedy(flags | _split_flags(layers), tuple(peak_held(schedule, pieces.costs(layers))))
 
 
-def _shared(
+def _vocabulary_remedy(
     flags: dict[str, Any], schedule: Schedule, costs: Costs, layers: Sequence[int]
 ) -> Remedy:
-    flags = flags | {"pipeline_vocab_parallel": True} | _split(layers)
+    flags = flags | {"pipeline_vocab_parallel": True} | _split_flags(layers)
     return Remedy(flags, tuple(peak_held(with_vocabulary_passes(schedule, costs), costs)))
 
 
@@ -170,23 +170,25 @@ def _layers(pieces: Pieces, num_layers: int, schedule: Schedule) -> tuple[int, .
     return even_layers(num_layers, schedule.placement)
 
 
-def _split(layers: Sequence[int]) -> dict[str, Any]:
+def _split_flags(layers: Sequence[int]) -> dict[str, Any]:
     if len(set(layers)) == 1:
         return {}
     return {"pipeline_layer_split": ",".join(map(str, layers))}
 
 
-def in_order(candidates: Sequence[Remedy], peak_bytes: float, limit_bytes: float) -> list[Remedy]:
+def useful_remedies(
+    candidates: Sequence[Remedy], peak_bytes: float, limit_bytes: float
+) -> list[Remedy]:
     """Return the remedies that lower the peak, most useful first.
 
     If the run does not fit: those that fit, simplest first, then the smallest. If it fits: of the
     first schedule that helps, the smallest first.
     """
-    lower = [remedy for remedy in candidates if remedy.most_bytes <= (1 - LEAST_SAVED) * peak_bytes]
+    lower = [remedy for remedy in candidates if remedy.most_bytes <= (1 - _MIN_SAVED) * peak_bytes]
     if peak_bytes > limit_bytes:
         return sorted(lower, key=lambda remedy: (max(0.0, remedy.most_bytes - limit_bytes),))
-    return sorted(lower, key=lambda remedy: (_rank(remedy), remedy.most_bytes))
+    return sorted(lower, key=lambda remedy: (_schedule_index(remedy), remedy.most_bytes))
 
 
-def _rank(remedy: Remedy) -> int:
+def _schedule_index(remedy: Remedy) -> int:
     return NAMES.index(remedy.flags["pipeline_schedule"])

@@ -58,7 +58,7 @@ def repeated_microbatch(ledger: Ledger) -> Repeated:
     second_sizes = [size for clock, size in events if clock >= second.clock]
     if first_sizes != second_sizes:
         raise NotRepeatedError("two consecutive microbatches allocate differently")
-    works = second.work_before.less(first.work_before), ledger.work.less(second.work_before)
+    works = second.work_before.minus(first.work_before), ledger.work.minus(second.work_before)
     if not works[0].is_close(works[1]):
         raise NotRepeatedError("two consecutive microbatches have different work")
     retained = _retained(ledger.records, second.clock)
@@ -77,17 +77,17 @@ def _events(records: Sequence[Record], start: int) -> Iterator[tuple[int, int]]:
 def _retained(records: Sequence[Record], start: int) -> list[Record]:
     """Return the storages since `start` that replace none of an earlier microbatch."""
     freed = Counter(
-        _kind(record) for record in records if record.born < start <= record.died < NEVER
+        _storage_key(record) for record in records if record.born < start <= record.died < NEVER
     )
     retained = []
     for record in records:
         if record.born >= start and record.died == NEVER:
-            if freed[_kind(record)] > 0:
-                freed[_kind(record)] -= 1
+            if freed[_storage_key(record)] > 0:
+                freed[_storage_key(record)] -= 1
             else:
                 retained.append(record)
     return retained
 
 
-def _kind(record: Record) -> tuple[Any, ...]:
+def _storage_key(record: Record) -> tuple[Any, ...]:
     return record.size, record.shape, record.place, record.code, record.phase[:1]

@@ -61,7 +61,7 @@ def when(report: RankReport) -> str:
     largest = ", ".join(
         f"{name} {gib(size)} GiB" for name, size in largest_holders if size >= GIB / 20
     )
-    place = place_in_words(report.when.place)
+    place = _place_in_words(report.when.place)
     where = f" in {place}" if place else ""
     text = f"rank {report.stage}: peak in {pass_in_words(report.when.phase)}{where}"
     return text + (f"; {largest}" if largest else "")
@@ -107,7 +107,7 @@ def pass_in_words(phase: str) -> str:
     }.get(phase, phase or "the start")
 
 
-def place_in_words(place: str) -> str:
+def _place_in_words(place: str) -> str:
     """Return the name of a module's path, empty if it has none."""
     for part in reversed(place.split(".")):
         if part in _MODULES:
@@ -116,7 +116,7 @@ def place_in_words(place: str) -> str:
 
 
 def _holder(holder: Holder, phase: str) -> str:
-    place = place_in_words(holder.place)
+    place = _place_in_words(holder.place)
     if holder.part == "logits":
         return "logits"
     if holder.part == "rest" and phase == "model":

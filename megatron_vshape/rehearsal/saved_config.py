@@ -24,7 +24,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 
 logger = logging.getLogger(__name__)
 
-CONTAINER = "megatron.bridge.training.config.ConfigContainer"
+_CONTAINER = "megatron.bridge.training.config.ConfigContainer"
 LAYOUT = "--pipeline-model-parallel-layout"
 
 _SECTIONS = ("model", "ddp", "optimizer", "train", "scheduler", "dist", "rng")
@@ -55,7 +55,7 @@ _BY_RULE = frozenset(
     ffn_hidden_size expert_tensor_parallel_size
     """.split()
 )
-"""Names that `_by_rule` and `_ends` read."""
+"""Names that `_by_rule` and `_layout_arguments` read."""
 
 _WITHOUT_EFFECT = frozenset(
     """
@@ -95,7 +95,7 @@ class _Callable:
 
 def is_saved_config(content: Any) -> bool:
     """Return whether a file's content is a configuration of Megatron-Bridge."""
-    return isinstance(content, dict) and str(content.get("_target_", "")).startswith(CONTAINER)
+    return isinstance(content, dict) and str(content.get("_target_", "")).startswith(_CONTAINER)
 
 
 def config_of_verl(content: Any) -> dict[str, Any] | None:
@@ -111,7 +111,7 @@ def config_of_verl(content: Any) -> dict[str, Any] | None:
         dtype = isinstance(value, str) and value.startswith("torch.")
         enum = re.fullmatch(r"[A-Z]\w+\.(\w+)", value) if isinstance(value, str) else None
         model[name] = {"_target_": value} if dtype else enum[1] if enum else value
-    return {"_target_": CONTAINER, "model": model} | _VERL_OTHERS
+    return {"_target_": _CONTAINER, "model": model} | _VERL_OTHERS
 
 
 def flags_of_config(config: Mapping[str, Any], extra_flags: Iterable[str] = ()) -> list[str]:
@@ -133,7 +133,7 @@ def flags_of_config(config: Mapping[str, Any], extra_flags: Iterable[str] = ()) 
     flags: list[str] = []
     lost: list[str] = []
     assigned: set[str] = set()
-    ruled = _by_rule(sections, lost) | _ends(config, sections, extra_flags)
+    ruled = _by_rule(sections, lost) | _layout_arguments(config, sections, extra_flags)
     for dest, value in ruled.items():
         assigned.add(dest)
         flags += parser.words(dest, value) or []
@@ -253,7 +253,7 @@ def _activation(model: Mapping[str, Any], function: str) -> dict[str, Any]:
     }
 
 
-def _ends(
+def _layout_arguments(
     config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], extra_flags: Iterable[str]
 ) -> dict[str, Any]:
     """Return the arguments of the activation, of the pipeline layout and of the vocabulary size."""
@@ -332,7 +332,7 @@ class _Arguments:
         if dest not in self._actions:
             return None
         for action in self._actions[dest]:
-            if _same(value, action.default):
+            if _equals_default(value, action.default):
                 return []
         for action in self._actions[dest]:
             words = _words(action, value)
@@ -346,8 +346,8 @@ class _Arguments:
             return True
         defaults = self._defaults[section]
         if name in defaults:
-            return _same(value, defaults[name])
-        return _same(value, _BRIDGE_DEFAULTS.get(name)) or (
+            return _equals_default(value, defaults[name])
+        return _equals_default(value, _BRIDGE_DEFAULTS.get(name)) or (
             name not in _BRIDGE_DEFAULTS and not value
         )
 
@@ -372,7 +372,7 @@ class _Arguments:
         }
 
 
-def _same(value: Any, default: Any) -> bool:
+def _equals_default(value: Any, default: Any) -> bool:
     if isinstance(default, Enum):
         default = default.name
     elif isinstance(default, list | tuple):

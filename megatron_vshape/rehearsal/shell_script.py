@@ -300,8 +300,8 @@ class ShellScript:
                 self._arrays[name] = [*previous, *chain.from_iterable(map(_apart, words))]
                 return
             if assignment["value"]:
-                previous = self.variables.get(name, "") if assignment["adds"] else ""
-                self.variables[name] = previous + self._fill(_unquoted(assignment["value"]))
+                prefix = self.variables.get(name, "") if assignment["adds"] else ""
+                self.variables[name] = prefix + self._fill(_unquoted(assignment["value"]))
 
     def _words(self, text: str, ends: bool = False) -> list[str]:
         """Split into words; unquoted variables are several. `ends`: at a pipe or redirection."""

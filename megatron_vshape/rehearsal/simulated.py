@@ -19,7 +19,7 @@ from megatron_vshape.rehearsal.rank_report import RankReport
 from megatron_vshape.rehearsal.step_time import pass_us, send_us
 
 _PLAIN = {Kind.F, Kind.B, Kind.W, Kind.BW}
-MOST_PASSES = 200_000
+_MAX_PASSES = 200_000
 
 Rank = RankReport
 
@@ -57,7 +57,7 @@ def step_of(reports: Sequence[Rank], command: Command, gpu: Gpu, gpu_distance: i
 
 def _simulated(reports: Sequence[Rank], name: str, gpu: Gpu, gpu_distance: int) -> float:
     sizes, microbatches = reports[0].sizes, reports[0].microbatches
-    if 3 * microbatches * sizes.pp * sizes.vp > MOST_PASSES:
+    if 3 * microbatches * sizes.pp * sizes.vp > _MAX_PASSES:
         raise ScheduleError("too many passes")
     ranks = _with_full_backwards(reports)
     other_kinds = {pass_report.kind for rank in ranks for pass_report in rank.kinds} - _PLAIN

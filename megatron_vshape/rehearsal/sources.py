@@ -65,7 +65,7 @@ OWN = ("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py")
 """Scripts of Megatron-LM that this package's own, the first, can replace."""
 
 VARIABLE = "TRANSFORMER_ENGINE_PYTHON"
-FETCH = "megatron-vshape rehearse --fetch"
+_FETCH_COMMAND = "megatron-vshape rehearse --fetch"
 
 
 class MissingSourceError(ScheduleError):
@@ -81,7 +81,7 @@ def missing_text(sources: list[PythonSource]) -> str:
     flags = " and ".join(f"{source.flag} DIR" for source in sources)
     return (
         f"a dry run imports the Python of {' and '.join(map(str, sources))}, not found on this "
-        f"machine. Download it once with `{FETCH}`, or name directories: {flags}"
+        f"machine. Download it once with `{_FETCH_COMMAND}`, or name directories: {flags}"
     )
 
 

@@ -105,12 +105,12 @@ def step_time(work: Work, gpu: Gpu, scale: Scale, rates: Rates | None = None) ->
     """Estimate the seconds of a step by part, and their sum as `step_s`."""
     achieved = rates or rates_of(gpu)
     parts = {
-        "products": products_s(work, gpu, achieved),
+        "products": _gemms_s(work, gpu, achieved),
         "attention": _attention_s(work, gpu, achieved, scale.attention_in_8_bits),
         "memory": work.bytes_moved / gpu.memory_rate / achieved.memory,
         "kernels": work.kernels * achieved.kernel_us * 1e-6,
     }
-    parts["exchanges"] = _waited_s(work, gpu, achieved, scale, sum(parts.values()))
+    parts["exchanges"] = _exposed_collectives_s(work, gpu, achieved, scale, sum(parts.values()))
     on_gpu = sum(parts.values())
     host = 0.0 if scale.graphs else work.kernels * _launch_us(gpu, achieved) * 1e-6
     parts["host"] = (on_gpu**_SHARPNESS + host**_SHARPNESS) ** (1 / _SHARPNESS) - on_gpu
@@ -174,11 +174,11 @@ def send_us(size: float, gpu: Gpu, gpu_distance: int, rates: Rates | None = None
     return size / gpu.far_rate / achieved.network * 1e6 + achieved.exchange_us
 
 
-def products_s(work: Work, gpu: Gpu, rates: Rates) -> float:
+def _gemms_s(work: Work, gpu: Gpu, rates: Rates) -> float:
     """Estimate the seconds of the matrix products: FLOPs in tiles, or bytes moved if longer."""
     seconds = 0.0
     for (number_format, rows, inner, columns, gemms), number in work.products.items():
-        width, peak, share = _of_format(number_format, gpu, rates)
+        width, peak, share = _rate_of_format(number_format, gpu, rates)
         tiles = math.ceil(rows / _TILE) * math.ceil(columns / _TILE)
         # Partial tiles cost as much as complete ones.
         flops = 2.0 * tiles * _TILE**2 * (inner + _DEPTH_HALF)
@@ -199,7 +199,7 @@ def _attention_s(work: Work, gpu: Gpu, rates: Rates, in_8_bits: bool) -> float:
     return seconds
 
 
-def _of_format(name: str, gpu: Gpu, rates: Rates) -> tuple[float, float, float]:
+def _rate_of_format(name: str, gpu: Gpu, rates: Rates) -> tuple[float, float, float]:
     """Return bytes of a number, the stated rate, and what is reached of it."""
     if name == "nvfp4":
         return 0.5, gpu.flops_in_4_bits, rates.four
@@ -214,7 +214,9 @@ def _launch_us(gpu: Gpu, rates: Rates) -> float:
     return rates.launch_on_grace_us if gpu.on_grace else rates.launch_us
 
 
-def _waited_s(work: Work, gpu: Gpu, rates: Rates, scale: Scale, computes: float) -> float:
+def _exposed_collectives_s(
+    work: Work, gpu: Gpu, rates: Rates, scale: Scale, computes: float
+) -> float:
     """Estimate the exposed seconds of the collectives of every microbatch.
 
     Args:
@@ -235,7 +237,7 @@ def _waited_s(work: Work, gpu: Gpu, rates: Rates, scale: Scale, computes: float)
         elif "EXPERT" in key[1]:
             experts += seconds
         else:
-            within += seconds * _exposed(key[1], rates)
+            within += seconds * _exposed_share(key[1], rates)
     if scale.experts_hidden:
         experts = max(rates.experts_left * experts, experts - computes)
     return within + experts + exposed_s(replicas, computes, rates)
@@ -256,7 +258,7 @@ def _collective_s(key: ExchangeKey, traffic: Sequence[float], gpu: Gpu, rates: R
     return seconds + number * rates.exchange_us * 1e-6
 
 
-def _exposed(group: str, rates: Rates) -> float:
+def _exposed_share(group: str, rates: Rates) -> float:
     return rates.context_exposed if "CONTEXT" in group else rates.shards_exposed
 
 

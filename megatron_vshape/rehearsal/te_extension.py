@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-EXTENSION = "transformer_engine_torch"
+_EXTENSION = "transformer_engine_torch"
 _KINDS = ("INPUT", "WEIGHT", "OUTPUT")
-ENUMERATIONS = {
+_ENUMERATIONS = {
     "DType": "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1",
     "FP8FwdTensors": " ".join(f"GEMM{number}_{kind}" for number in (1, 2, 3) for kind in _KINDS),
     "FP8BwdTensors": " ".join(f"GRAD_OUTPUT{number} GRAD_INPUT{number}" for number in (1, 2, 3)),
@@ -29,7 +29,7 @@ ENUMERATIONS = {
 }
 """Enumerations whose members are looked up by value. For all others, any distinct numbers work."""
 
-EXPORT_ONLY = ("onnx", "onnxscript", "onnx_ir", "ml_dtypes")
+_EXPORT_ONLY = ("onnx", "onnxscript", "onnx_ir", "ml_dtypes")
 """Packages that only model export uses, but that Transformer Engine imports."""
 
 
@@ -51,7 +51,7 @@ class _Numbers(type):
         )
 
 
-class Extension(types.ModuleType):
+class _Extension(types.ModuleType):
     """Replaces the compiled module; an unknown attribute is an enumeration or is never called."""
 
     def __getattr__(self, name: str) -> Any:
@@ -102,9 +102,9 @@ def load(directory: Path, functions: Mapping[str, Callable[..., Any]]) -> Any:
     """
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # do not look for CUDA's libraries
     os.environ["NVTE_TORCH_COMPILE"] = "0"
-    extension: Any = Extension(EXTENSION)
+    extension: Any = _Extension(_EXTENSION)
     extension.__file__, extension.__spec__ = "none", None
-    for name, members in ENUMERATIONS.items():
+    for name, members in _ENUMERATIONS.items():
         members_by_name = dict.fromkeys(members.split())
         # Before 2.18 there was one more fused attention backend.
         members_by_name |= dict.fromkeys(
@@ -116,7 +116,7 @@ def load(directory: Path, functions: Mapping[str, Callable[..., Any]]) -> Any:
     for file in Path(directory, "transformer_engine", "pytorch").rglob("*.py"):
         for name in re.findall(r"\btex\.([A-Za-z]\w*)", file.read_text()):
             getattr(extension, name)  # so that it is there for an "import *"
-    sys.modules[EXTENSION] = extension
+    sys.modules[_EXTENSION] = extension
     importlib.import_module("torch._dynamo")  # before the replacements: it checks these packages
     _stand_in_for_export()
     _bare_package(directory)
@@ -130,7 +130,7 @@ def load(directory: Path, functions: Mapping[str, Callable[..., Any]]) -> Any:
 
 
 def _stand_in_for_export() -> None:
-    for name in EXPORT_ONLY:
+    for name in _EXPORT_ONLY:
         if name not in sys.modules and importlib.util.find_spec(name) is None:
             package = _Anything(name)
             package.__path__ = []
@@ -143,7 +143,7 @@ def _bare_package(directory: Path) -> None:
     package: Any = types.ModuleType("transformer_engine")
     package.__path__ = [str(folder)]
     package.__file__ = str(folder / "__init__.py")
-    package.__version__ = version = version_in(directory)
+    package.__version__ = version = _version_in(directory)
     package.__spec__ = importlib.machinery.ModuleSpec("transformer_engine", None, is_package=True)
     package.__spec__.submodule_search_locations = [str(folder)]
     sys.modules["transformer_engine"] = package
@@ -157,7 +157,7 @@ def _bare_package(directory: Path) -> None:
     metadata.version = answer  # Megatron and Transformer Engine read versions through this
 
 
-def version_in(directory: Path) -> str:
+def _version_in(directory: Path) -> str:
     """Return the version of the Transformer Engine in a checkout or an unpacked wheel."""
     for file in (directory / "build_tools" / "VERSION.txt", directory / "VERSION"):
         if file.is_file():

@@ -103,13 +103,13 @@ def answers() -> dict[str, Callable[..., Any]]:
         "device_supports_multicast": lambda *_: True,
         "get_stream_priority_range": lambda *_: (0, 0),
         "CommOverlapHelper": lambda *_: None,
-        "CommOverlap": Userbuffer,
-        "CommOverlapP2P": Userbuffer,
+        "CommOverlap": _Userbuffer,
+        "CommOverlapP2P": _Userbuffer,
         "get_grouped_gemm_setup_workspace_size": lambda *_: 1 << 20,
     }
 
 
-class Userbuffer:
+class _Userbuffer:
     """A buffer shared by GEMMs and communication, allocated by the driver instead of torch."""
 
     def __init__(
@@ -204,7 +204,7 @@ def generic_gemm(
 ) -> tuple[Any, ...]:
     """Return the product of column-major matrices, as in cuBLAS, and the bias gradient."""
     rows, inner, columns = _product_sizes(a, transpose_a, b, transpose_b)
-    _count(a, rows, inner, columns)
+    _count_gemm(a, rows, inner, columns)
     if out is None:
         # A transposed B is the weight gradient, [out, in]; other results keep B's leading
         # dimensions.
@@ -235,7 +235,7 @@ def grouped_gemm(
         for group_a, group_b in zip(a, b, strict=False)
     )
     for (rows, inner, columns), number in sizes.items():
-        _count(a[0], rows, inner, columns, number)
+        _count_gemm(a[0], rows, inner, columns, number)
     return bias
 
 
@@ -258,9 +258,9 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, int]:
     return rows, shape[-1]
 
 
-def _count(operand: Any, *sizes: int) -> None:
+def _count_gemm(operand: Any, *sizes: int) -> None:
     if Current.ledger is not None:
-        Current.ledger.product(_format_of(operand), *sizes)
+        Current.ledger.count_gemm(_format_of(operand), *sizes)
 
 
 def _out_dtype(dtype: Any, operand: Any) -> torch.dtype:
@@ -328,8 +328,8 @@ def fused_attn_fwd(queries: int, keys: int, is_training: bool, *args: Any) -> li
     With `return_max_logit`, as for --qk-clip, statistics are two tensors: TE 2.9 to 2.13 returns
     maximum and sum, later versions the statistics and the maximum.
     """
-    q, k, v = _wide(args)[:3]
-    batch, heads = _batch(args, q), q.shape[-2]
+    q, k, v = _attention_tensors(args)[:3]
+    batch, heads = _batch_size(args, q), q.shape[-2]
     keys_per_query = _keys_seen(args, keys)
     # Two GEMMs: scores over the width of a query, output over that of a value.
     _count_attention(
@@ -354,8 +354,8 @@ def fused_attn_bwd(queries: int, keys: int, *args: Any) -> list[Any]:
     As observed on an H200 with cuDNN 9.19: dq in fp32 and one sum per row. If heads share keys and
     values, also their gradients per head.
     """
-    q, k, v = _wide(args)[:3]
-    batch, heads = _batch(args, q), q.shape[-2]
+    q, k, v = _attention_tensors(args)[:3]
+    batch, heads = _batch_size(args, q), q.shape[-2]
     keys_per_query, offset = _keys_seen(args, keys), _offsets_of(args, heads)
     if Current.ledger is not None and q.element_size() == 2:
         each_head = heads // k.shape[-2] * (k.numel() + v.numel()) * k.element_size()
@@ -382,11 +382,11 @@ def _offsets_of(args: tuple[Any, ...], heads: int) -> list[Tensor]:
     return [tensor for tensor in tensors_in(args) if tuple(tensor.shape) == (1, heads, 1, 1)]
 
 
-def _wide(args: tuple[Any, ...]) -> list[Any]:
+def _attention_tensors(args: tuple[Any, ...]) -> list[Any]:
     return [argument for argument in args if isinstance(argument, Tensor) and argument.dim() >= 3]
 
 
-def _batch(args: tuple[Any, ...], q: Tensor) -> int:
+def _batch_size(args: tuple[Any, ...], q: Tensor) -> int:
     for argument in args:
         # Cumulative sequence lengths, one more than sequences; without them q is [s, b, h, d].
         if isinstance(argument, Tensor) and argument.dim() == 1 and argument.dtype == torch.int32:
@@ -396,7 +396,7 @@ def _batch(args: tuple[Any, ...], q: Tensor) -> int:
 
 def _count_attention(operand: Any, flops: float) -> None:
     if Current.ledger is not None:
-        Current.ledger.attention(flops, _format_of(operand))
+        Current.ledger.count_attention(flops, _format_of(operand))
 
 
 def _half(x: Tensor, *unused: Any) -> Tensor:
@@ -450,8 +450,8 @@ def _quantizers() -> dict[str, Callable[..., Any]]:
     return {
         "quantize": _quantize,
         "dequantize": _dequantize,
-        "create_empty_quantized_tensor": lambda quantizer, shape, dtype, device, pin: _make(
-            quantizer, shape, dtype
+        "create_empty_quantized_tensor": lambda quantizer, shape, dtype, device, pin: (
+            _make_quantized(quantizer, shape, dtype)
         ),
         "split_quantize": _split_quantize,
         "bgrad_quantize": lambda grad, quantizer, *_: (
@@ -498,7 +498,7 @@ def _quantize(x: Tensor, quantizer: Any, out: Any = None, noop: Any = None) -> A
     """Return the result of quantization: `out` if given, else a new tensor."""
     if quantizer is None:
         return x
-    return _make(quantizer, x.shape, x.dtype) if out is None else out
+    return _make_quantized(quantizer, x.shape, x.dtype) if out is None else out
 
 
 def _split_quantize(
@@ -526,7 +526,7 @@ def _fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Te
     return torch.empty(shape, dtype=torch.uint8, device="cuda")
 
 
-def _make(quantizer: Any, shape: Iterable[int], dtype: torch.dtype) -> Any:
+def _make_quantized(quantizer: Any, shape: Iterable[int], dtype: torch.dtype) -> Any:
     """Create an empty tensor of the quantizer's type.
 
     The quantizer describes its parts, except with delayed scaling; its parts are defined here.
@@ -535,7 +535,7 @@ def _make(quantizer: Any, shape: Iterable[int], dtype: torch.dtype) -> Any:
     if dtype.itemsize < 2:
         dtype = torch.bfloat16
     if hasattr(quantizer, "scale") and hasattr(quantizer, "amax"):
-        return _delayed(quantizer, shape, dtype)
+        return _make_delayed_scaling(quantizer, shape, dtype)
     if not hasattr(quantizer, "inner_tensor_specs"):  # before 2.19: its own make_empty allocates
         return quantizer.make_empty(shape, dtype=dtype, device="cuda")
     parts = quantizer.alloc_tensors(shape, device="cuda")
@@ -543,7 +543,7 @@ def _make(quantizer: Any, shape: Iterable[int], dtype: torch.dtype) -> Any:
     return described["cls"].__tensor_unflatten__(parts, described, shape, None)
 
 
-def _delayed(quantizer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+def _make_delayed_scaling(quantizer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     from transformer_engine.pytorch.tensor import float8_tensor as module
 
     non_tn = torch.cuda.get_device_capability()[0] >= 10

@@ -30,7 +30,7 @@ class Work:
         products, attention = dict(self.products), dict(self.attention_flops)
         return replace(self, products=products, attention_flops=attention, exchanges=exchanges)
 
-    def less(self, earlier: Work) -> Work:
+    def minus(self, earlier: Work) -> Work:
         """Return the difference to an earlier copy."""
         products = {key: n - earlier.products.get(key, 0) for key, n in self.products.items()}
         attention = {

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 from megatron_vshape.rehearsal.rank_report import ending
 
-LOG_CHARACTERS = 6000
+_LOG_CHARACTERS = 6000
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "TORCHDYNAMO_DISABLE": "1",
@@ -61,7 +61,7 @@ def prepare(megatron: str | None, te: str | None) -> None:
         te_extension.load(Path(te), te_kernels.functions())
         te_kernels.fix_random_signs()
         quantized = importlib.import_module("transformer_engine.pytorch.quantized_tensor")
-        device.let_be_on_gpu(quantized.QuantizedTensor)
+        device.report_gpu_device(quantized.QuantizedTensor)
         _choose_attention()
     for name in _IMPORTED_ONCE:
         importlib.import_module(name)
@@ -98,10 +98,10 @@ def serve(jobs: Iterator[str], out: TextIO, at_once: int) -> None:
         if not line.strip():
             continue
         while len(running) >= at_once:
-            _answer_one(running, out)
+            _write_one_result(running, out)
         _start(line, running)
     while running:
-        _answer_one(running, out)
+        _write_one_result(running, out)
 
 
 def _start(line: str, running: dict[int, tuple[str, Any]]) -> None:
@@ -133,7 +133,7 @@ def _child(job: dict[str, Any], answer: TextIO) -> int:
             except NotRepeatedError as error:
                 result = {AGAIN: str(error)}
         except BaseException as error:
-            result = {"error": _sentence(error, log), "log": _tail(log, traceback.format_exc())}
+            result = {"error": _error_text(error, log), "log": _tail(log, traceback.format_exc())}
         json.dump(result, answer)
         answer.flush()
     return 0
@@ -147,7 +147,7 @@ _FIXES = {
 """The fix for a message of Megatron that does not name a flag, by a part of the message."""
 
 
-def _sentence(error: BaseException, log: TextIO) -> str:
+def _error_text(error: BaseException, log: TextIO) -> str:
     if isinstance(error, SystemExit):
         if why := getattr(error, "why", None):  # set on every rank, unlike the exit status
             return str(why)
@@ -172,10 +172,10 @@ def _raised_at(error: BaseException) -> str:
 def _tail(log: TextIO, trace: str) -> str:
     log.flush()
     log.seek(0)
-    return log.read()[-LOG_CHARACTERS:] + trace[:LOG_CHARACTERS] + trace[-LOG_CHARACTERS:]
+    return log.read()[-_LOG_CHARACTERS:] + trace[:_LOG_CHARACTERS] + trace[-_LOG_CHARACTERS:]
 
 
-def _answer_one(running: dict[int, tuple[str, Any]], out: TextIO) -> None:
+def _write_one_result(running: dict[int, tuple[str, Any]], out: TextIO) -> None:
     process, status = os.wait()
     line, answer = running.pop(process)
     answer.seek(0)

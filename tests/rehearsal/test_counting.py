@@ -16,8 +16,8 @@ from megatron_vshape.rehearsal.counting import (
     Parameters,
     counted,
     counted_ranks,
-    least_of,
-    of_unlike_layers,
+    smallest_command,
+    with_layer_kinds,
 )
 from megatron_vshape.rehearsal.flags import Command, read_command
 from megatron_vshape.rehearsal.gpus import GPUS
@@ -34,12 +34,12 @@ EXPERTS = read_command(
 
 
 def test_a_shape_is_counted_in_the_same_world_whatever_its_pipeline_and_replicas() -> None:
-    few, sizes = least_of(EXPERTS)
+    few, sizes = smallest_command(EXPERTS)
     assert few.number("--num-layers", 0) == 8
     assert (sizes.pipeline, sizes.world, sizes.replicas) == (4, 32, 2)
     assert not few.has("--num-layers-per-virtual-pipeline-stage")
     longer = EXPERTS.having(pipeline_model_parallel_size=8, num_layers=64, global_batch_size=512)
-    assert least_of(longer)[1] == sizes
+    assert smallest_command(longer)[1] == sizes
 
 
 def test_a_stage_of_a_pattern_has_all_its_symbols() -> None:
@@ -47,13 +47,13 @@ def test_a_stage_of_a_pattern_has_all_its_symbols() -> None:
     command = read_command(
         ["pretrain_hybrid.py", *flags.split(), "8", "--hybrid-layer-pattern", "MMM*|MM-M/*-"]
     )
-    few, _ = least_of(command)
+    few, _ = smallest_command(command)
     assert few.pattern == "|".join(["MMM*M-"] * 8) + "/*-"  # in their order
     assert not few.has("--num-layers")
     nothing = Piece(0.0, 0.0, 0.0, 0.0, 0.0)
     layer = Piece(*(8.0,) * 5)
     counted = Counted(Pieces(layer, nothing, nothing, 0.0), 0.0, 0.0, Rates(), 8.0, 0.0)
-    costs = of_unlike_layers(counted, command, 4)
+    costs = with_layer_kinds(counted, command, 4)
     stage = costs.pieces.costs((1, 1, 1, 1, 1, 1, 1, 1)).forward_us
     mamba, attention, mlp = stage[0], stage[3], stage[6]
     assert 4 * mamba + attention + mlp == pytest.approx(8)
@@ -84,18 +84,18 @@ def test_an_expression_for_moe_layers_that_is_no_list_is_rejected(frequency: str
 def test_dense_layers_of_a_model_with_experts_are_counted_too() -> None:
     """They were estimated by their sizes: a rank with only dense ones needed 9% more memory."""
     command = EXPERTS.having(moe_layer_freq="([0]*3+[1]*13)")
-    few, _ = least_of(command)
+    few, _ = smallest_command(command)
     assert counted_ranks(few) == range(3)
     dense = [not has_experts for has_experts in layers_with_experts(few.option)]
     assert dense == [rank == 2 for rank in v_shape(PIPELINE)]
-    every, _ = least_of(command.having(moe_layer_freq=1))
+    every, _ = smallest_command(command.having(moe_layer_freq=1))
     assert counted_ranks(every) == range(2)
 
     layer, nothing = Piece(*(8.0,) * 5, state_bytes=8.0), Piece(0.0, 0.0, 0.0, 0.0, 0.0)
     pieces = Pieces(layer, nothing, nothing, 0.0)
     one = Piece(4.0, 4.0, 4.0, 24.0, 8.0, state_bytes=16.0, backward_work_bytes=7.0)
     counted = Counted(pieces, 0.0, 0.0, Rates(), 8.0, 0.0, dense=one)
-    costs = of_unlike_layers(counted, command, 32).pieces.costs((3, 13))
+    costs = with_layer_kinds(counted, command, 32).pieces.costs((3, 13))
     assert costs.forward_us == (3 * 4.0, 13 * 8.0)
     assert costs.held_after_forward_bytes == (3 * 24.0, 13 * 8.0)
     assert costs.state_bytes == (3 * 16.0, 13 * 8.0)

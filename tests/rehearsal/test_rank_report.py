@@ -13,7 +13,7 @@ from megatron_vshape.rehearsal.rank_report import GraphBytes, Holder, PeakMoment
 from megatron_vshape.rehearsal.report import pass_in_words, when
 from megatron_vshape.rehearsal.step_time import Scale
 from megatron_vshape.rehearsal.work import Work
-from megatron_vshape.rehearsal.worker import _sentence
+from megatron_vshape.rehearsal.worker import _error_text
 
 WORK = Work(
     products={("bfloat16", 1, 2, 3, 1): 4},
@@ -76,7 +76,7 @@ def test_an_assertion_without_a_text_is_reported_by_its_statement(tmp_path: Path
     script.write_text("heads = 33\nassert heads % 2 == 0\n")
     with pytest.raises(AssertionError) as raised:
         runpy.run_path(str(script))
-    text = _sentence(raised.value, io.StringIO())
+    text = _error_text(raised.value, io.StringIO())
     assert text == "AssertionError: assert heads % 2 == 0 (arguments.py, line 2)"
 
 

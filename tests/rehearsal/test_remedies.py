@@ -9,7 +9,7 @@ from megatron_vshape.core.model.pieces import Piece, Pieces
 from megatron_vshape.rehearsal import report
 from megatron_vshape.rehearsal.gpus import GIB, GPUS, HEADROOM
 from megatron_vshape.rehearsal.rank_report import RankReport
-from megatron_vshape.rehearsal.remedies import Remedy, in_order, remedies
+from megatron_vshape.rehearsal.remedies import Remedy, remedies, useful_remedies
 
 H100 = GPUS["h100"]
 LAYER = Piece(1.0, 1.0, 1.0, 1.0 * GIB, 0.5 * GIB, state_bytes=1.0 * GIB)
@@ -72,7 +72,7 @@ def test_vocabulary_parallelism_helps_where_the_v_alone_does_not():
     shared = by_flags["--pipeline-schedule v-half --pipeline-vocab-parallel"]
     assert alone.largest == 0  # the rank of embedding and output layer
     assert shared.most_bytes < 0.9 * alone.most_bytes
-    best, *_ = in_order(list(by_flags.values()), alone.most_bytes, 80.0 * GIB)
+    best, *_ = useful_remedies(list(by_flags.values()), alone.most_bytes, 80.0 * GIB)
     assert best == shared
 
 
@@ -88,5 +88,5 @@ def test_the_simplest_flags_that_fit_come_first():
     v_half = Remedy({"pipeline_schedule": "v-half"}, (70.0,))
     v_min = Remedy({"pipeline_schedule": "v-min"}, (60.0,))
     useless = Remedy({"pipeline_schedule": "v-half", "pipeline_vocab_parallel": True}, (99.0,))
-    assert in_order([v_half, useless, v_min], 100.0, 80.0) == [v_half, v_min]
-    assert in_order([v_half, useless, v_min], 100.0, 65.0) == [v_min, v_half]
+    assert useful_remedies([v_half, useless, v_min], 100.0, 80.0) == [v_half, v_min]
+    assert useful_remedies([v_half, useless, v_min], 100.0, 65.0) == [v_min, v_half]

@@ -144,4 +144,4 @@ def test_the_pins_are_those_of_the_constraints() -> None:
 )
 def test_a_missing_library_names_the_extra(module: str, fix: str) -> None:
     error = f"ModuleNotFoundError: No module named '{module}'" if module else "OSError: full"
-    assert (fix in ranks._fix(error)) if fix else ranks._fix(error) == ""
+    assert (fix in ranks._install_hint(error)) if fix else ranks._install_hint(error) == ""
