@@ -124,8 +124,8 @@ def _run_dry_runs(
 def smallest_command(command: Command) -> tuple[Command, Sizes]:
     """Return the command with one layer per stage in the V placement, on the fewest GPUs.
 
-    A stage of a hybrid model has `_counted_symbols`. State that replicas shard is sharded between at
-    least two.
+    A stage of a hybrid model has `_counted_symbols`. State that replicas shard is sharded between
+    at least two.
 
     Raises:
         ScheduleError: The sizes do not divide.
