@@ -162,7 +162,7 @@ def _advice(options: argparse.Namespace, subject: Subject, keep: Sequence[str]) 
     for it in others[:MOST_SHAPES]:
         try:
             counts(it)
-            advice.others.append(it)
+            advice.neighbors.append(it)
         except SweepError as error:
             left_out.append(f"{_sizes(it, subject)}: {error}")
     return advice
@@ -342,7 +342,7 @@ def _verdict(advice: Advice, options: argparse.Namespace, rows: Rows) -> list[st
     today, stock, best = rows["today"], rows["stock"], rows["best"]
     assert today is not None
     if best is None:
-        most = predictor.allocatable_bytes(advice.own)
+        most = predictor.allocatable_bytes(advice.command_config)
         kept = report.gib(predictor.headroom_bytes)
         outside = report.gib(predictor.machine.gpu.memory_bytes - predictor.headroom_bytes - most)
         return [
@@ -412,7 +412,7 @@ def _full_step(share: float, rows: Rows) -> list[str]:
 def _flags(advice: Advice, options: argparse.Namespace, rows: Rows, row: Prediction) -> list[str]:
     """Return the flags that make today's command run a row; each may be one to remove."""
     subject, it = advice.predictor.subject, row.configuration
-    words = _changes(advice.own.command(subject), it.command(subject))
+    words = _changes(advice.command_config.command(subject), it.command(subject))
     own = [f"remove {flag}" for flag in FLAGS_OF_SCHEDULE if subject.command.has(flag)]
     if it.schedule == fsdp.NAME:
         return [*words, *own, *fsdp.FLAGS]

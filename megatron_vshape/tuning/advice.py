@@ -67,10 +67,10 @@ class Advice:
     """
 
     predictor: Predictor
-    own: Configuration
+    command_config: Configuration
     case: str
     seconds: float
-    others: list[Configuration] = field(default_factory=list)
+    neighbors: list[Configuration] = field(default_factory=list)
     grid: list[Configuration] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # not evaluated, with the reasons
 
@@ -83,60 +83,64 @@ class Advice:
         """Return the rows of the comparison."""
         if self.grid:
             survey = list(self.predictor.survey(self.grid, NEAR, Budget(self.seconds)))
-            late = sum(each.reason == TIME_LIMIT for each in survey)
-            self.left_out += [f"{late} {ADAPTIVE} configurations: {TIME_LIMIT}"] * bool(late)
+            num_unplanned = sum(prediction.reason == TIME_LIMIT for prediction in survey)
+            self.left_out += [f"{num_unplanned} {ADAPTIVE} configurations: {TIME_LIMIT}"] * bool(
+                num_unplanned
+            )
             return self._rows_of(survey)
         # Its dry runs are other processes, which can run during the search.
         with ThreadPoolExecutor(1) as dry_runs:
-            without_pipeline = dry_runs.submit(fsdp.best, self.predictor, self.own)
-            found = self._with_pipeline()
-            return found | {"fsdp": without_pipeline.result()}
+            without_pipeline = dry_runs.submit(fsdp.best, self.predictor, self.command_config)
+            rows = self._with_pipeline()
+            return rows | {"fsdp": without_pipeline.result()}
 
     def _with_pipeline(self) -> Rows:
         """Return the rows of pipeline schedules."""
         today = self.today()
-        every = [self.own, *self.others]
-        stock = [each for it in every for each in self.stock(it)]
+        configs = [self.command_config, *self.neighbors]
+        stock = [prediction for config in configs for prediction in self.stock(config)]
         stock += [today] if today.is_stock else []
-        found: Rows = {"today": today}
-        found["stock"] = min(filter(_fits, stock), key=step, default=None)
+        rows: Rows = {"today": today}
+        rows["stock"] = min(filter(_fits, stock), key=step, default=None)
         seconds = self.seconds / PLANNED_SHAPES
         # A configuration that does not fit is no baseline: any plan that fits is better.
-        mine = self._with_package(self.own, seconds, step(today) if today.fits else math.inf)
-        best = [each for each in (mine, found["stock"]) if each is not None]
-        planned, least_s = 0, {it: self._mean_busy_s(it) for it in self.others}
-        for it in sorted(self.others, key=least_s.__getitem__):
+        same_sizes = self._with_package(
+            self.command_config, seconds, step(today) if today.fits else math.inf
+        )
+        best = [prediction for prediction in (same_sizes, rows["stock"]) if prediction is not None]
+        planned, least_s = 0, {config: self._mean_busy_s(config) for config in self.neighbors}
+        for config in sorted(self.neighbors, key=least_s.__getitem__):
             fastest = min(map(step, best), default=math.inf)
             # Sorted by lower bound: none of the remaining configurations can be faster.
-            if planned == PLANNED_SHAPES or least_s[it] > fastest:
+            if planned == PLANNED_SHAPES or least_s[config] > fastest:
                 break
-            made = self._with_package(it, seconds, fastest)
-            if made is not None:
-                best.append(made)
+            prediction = self._with_package(config, seconds, fastest)
+            if prediction is not None:
+                best.append(prediction)
                 planned += 1
-        found |= {"best": min(best, key=step, default=None), "same": mine}
-        found["least"] = self._least_memory([*filter(_fits, stock), *best], found["best"])
+        rows |= {"best": min(best, key=step, default=None), "same": same_sizes}
+        rows["least"] = self._least_memory([*filter(_fits, stock), *best], rows["best"])
         if self.predictor.subject.recompute == "full":
-            found["DON'T"] = self.published("v-half", self.own, is_stock=False)
-        return found
+            rows["DON'T"] = self.published("v-half", self.command_config, is_stock=False)
+        return rows
 
     def _rows_of(self, grid: Sequence[Prediction]) -> Rows:
         """Return the rows of the comparison for the predictions of a grid."""
-        fitting = [each for each in map(self._as_stock, grid) if each.fits]
-        stock = [each for each in fitting if each.is_stock]
+        fitting = [prediction for prediction in map(self._as_stock, grid) if prediction.fits]
+        stock = [prediction for prediction in fitting if prediction.is_stock]
         best = min(fitting, key=step, default=None)
-        found: Rows = {"today": self.today(), "stock": min(stock, key=step, default=None)}
-        found |= {"best": best, "least": self._least_memory(fitting, best)}
-        return found | {"fsdp": fsdp.best(self.predictor, self.own)}
+        rows: Rows = {"today": self.today(), "stock": min(stock, key=step, default=None)}
+        rows |= {"best": best, "least": self._least_memory(fitting, best)}
+        return rows | {"fsdp": fsdp.best(self.predictor, self.command_config)}
 
     def _as_stock(self, row: Prediction) -> Prediction:
         """Predict a schedule of Megatron again, as stock Megatron runs it."""
-        it, ranks = row.configuration, row.configuration.pipeline_parallel
-        own = is_megatrons_own(it.schedule) and not it.features
-        if not own or why_not_stock(it.schedule, ranks, it.num_microbatches):
+        config, ranks = row.configuration, row.configuration.pipeline_parallel
+        is_megatron = is_megatrons_own(config.schedule) and not config.features
+        if not is_megatron or why_not_stock(config.schedule, ranks, config.num_microbatches):
             return row
-        name = megatrons_name(count_stages(it.schedule, ranks) // ranks)
-        return self.published(name, it, is_stock=True, layers=row.layers, always=False) or row
+        name = megatrons_name(count_stages(config.schedule, ranks) // ranks)
+        return self.published(name, config, is_stock=True, layers=row.layers, always=False) or row
 
     def _least_memory(
         self, predictions: Sequence[Prediction], best: Prediction | None
@@ -145,8 +149,8 @@ class Advice:
         if best is None:
             return None
         slowest_s = step(best) / (1 - accuracy.threshold(self.case))
-        near = [each for each in predictions if step(each) <= slowest_s]
-        return min(near, key=lambda each: (each.peak_bytes, step(each)))
+        near = [prediction for prediction in predictions if step(prediction) <= slowest_s]
+        return min(near, key=lambda prediction: (prediction.peak_bytes, step(prediction)))
 
     def today(self) -> Prediction:
         """Predict the command as it is; with the nearest layer split if Megatron rejects its own.
@@ -158,28 +162,33 @@ class Advice:
         command = self.predictor.subject.command
         name = command.value(SCHEDULE)
         if name is not None and not is_megatrons_own(name):
-            it = self.own.with_schedule_of(command, name)
-            return self.predictor.published(it, self._given_layers(name), always=True)
+            config = self.command_config.with_schedule_of(command, name)
+            return self.predictor.published(config, self._training_layers(name), always=True)
         command = _with_virtual_stages(command, name)
-        name, layers, why = layers_of_command(command, self.layers, self.own.pipeline_parallel)
+        name, layers, why = layers_of_command(
+            command, self.layers, self.command_config.pipeline_parallel
+        )
         if command.has(LAYER_SPLIT):
-            it = replace(self.own, schedule=name)
-            return self.predictor.published(it, self._given_layers(name), True, always=True)
-        found = self.published(name, self.own, is_stock=True, layers=layers)
-        if found is None:
-            microbatches, ranks = self.own.num_microbatches, self.own.pipeline_parallel
+            config = replace(self.command_config, schedule=name)
+            return self.predictor.published(config, self._training_layers(name), True, always=True)
+        prediction = self.published(name, self.command_config, is_stock=True, layers=layers)
+        if prediction is None:
+            microbatches, ranks = (
+                self.command_config.num_microbatches,
+                self.command_config.pipeline_parallel,
+            )
             why = why_not_stock(name, ranks, microbatches) or "they are not supported"
             raise ScheduleError(f"Megatron's {name} does not support these sizes: {why}")
-        return replace(found, verdict=Verdict.REJECTED, reason=why) if why else found
+        return replace(prediction, verdict=Verdict.REJECTED, reason=why) if why else prediction
 
-    def _given_layers(self, name: str) -> tuple[int, ...] | None:
+    def _training_layers(self, name: str) -> tuple[int, ...] | None:
         """Return the layers per stage that training gives the named schedule; None: balanced.
 
         Raises:
             ScheduleError: the schedule or the layers do not fit these sizes.
         """
-        it, command = self.own, self.predictor.subject.command
-        schedule = published_schedule(name, it.pipeline_parallel, it.num_microbatches)
+        config, command = self.command_config, self.predictor.subject.command
+        schedule = published_schedule(name, config.pipeline_parallel, config.num_microbatches)
         names = {word.partition("=")[0] for word in command.flags if word.startswith("--")}
         options = (flag.removeprefix("--").replace("-", "_") for flag in names)
         arguments = Namespace(**{option: command.option(option) for option in options})
@@ -192,44 +201,48 @@ class Advice:
             return None
         return specified_layers(arguments, schedule.placement, text, None)[0]
 
-    def stock(self, it: Configuration) -> Iterator[Prediction]:
+    def stock(self, config: Configuration) -> Iterator[Prediction]:
         """Yield Megatron's schedules for all numbers of chunks that divide the layers, or for all.
 
         Each has an even split of the layers and one balanced by work, or the closest to it that
         fits.
         """
-        ranks = it.pipeline_parallel
-        most = (self.layers + 2) // ranks
-        counts = [n for n in (1, 2, 3, 4, 5, 6, 8, 10, 12) if n <= most]
-        counted = (self.layers, self.layers + 2 * (not self.predictor.subject.command.pattern))
-        dividing = [n for n in counts if any(not each % (n * ranks) for each in counted)]
+        ranks = config.pipeline_parallel
+        max_chunks = (self.layers + 2) // ranks
+        counts = [n for n in (1, 2, 3, 4, 5, 6, 8, 10, 12) if n <= max_chunks]
+        layer_counts = (self.layers, self.layers + 2 * (not self.predictor.subject.command.pattern))
+        dividing = [
+            n for n in counts if any(not num_layers % (n * ranks) for num_layers in layer_counts)
+        ]
         for chunks in dividing or counts:
-            if chunks > 1 and it.num_microbatches % ranks:
+            if chunks > 1 and config.num_microbatches % ranks:
                 continue
-            splits = self._splits(it, looping(ranks, chunks))
+            splits = self._splits(config, looping(ranks, chunks))
             for layers in (*splits, *_between(splits[-1], splits[0])):
                 name = megatrons_name(chunks)
                 # The comparison has only those that fit, so the others need no simulation.
-                found = self.published(name, it, is_stock=True, layers=layers, always=False)
-                if found is not None:
-                    yield found
-                    if found.fits and layers not in splits[:-1]:
+                prediction = self.published(
+                    name, config, is_stock=True, layers=layers, always=False
+                )
+                if prediction is not None:
+                    yield prediction
+                    if prediction.fits and layers not in splits[:-1]:
                         break
 
-    def _splits(self, it: Configuration, placement: Placement) -> list[tuple[int, ...]]:
+    def _splits(self, config: Configuration, placement: Placement) -> list[tuple[int, ...]]:
         """Return the layer splits to try with Megatron's flags: even if possible, and balanced."""
         stages, even = len(placement), None
         if not self.layers % stages:
             even = even_layers(self.layers, placement)
         elif not self.predictor.subject.command.pattern:  # Megatron counts ends of a GPT only
             even = even_with_ends(self.layers, stages)
-        balanced = self.predictor.pieces(it).balanced(self.layers, placement)
+        balanced = self.predictor.pieces(config).balanced(self.layers, placement)
         return [balanced] if even in (None, balanced) else [even, balanced]
 
     def published(
         self,
         name: str,
-        it: Configuration,
+        config: Configuration,
         is_stock: bool,
         layers: tuple[int, ...] | None = None,
         always: bool = True,
@@ -239,52 +252,56 @@ class Advice:
         Other layers than those of the number of stages are replaced by the first of `_splits`. If
         the schedule does not fit, its times are predicted only with `always`.
         """
-        it, ranks = replace(it, schedule=name), it.pipeline_parallel
+        config, ranks = replace(config, schedule=name), config.pipeline_parallel
         try:
             stages = count_stages(name, ranks)
             if layers is None or len(layers) != stages:
-                layers = self._splits(it, looping(ranks, stages // ranks))[0]
-            return self.predictor.published(it, layers, is_stock, always)
+                layers = self._splits(config, looping(ranks, stages // ranks))[0]
+            return self.predictor.published(config, layers, is_stock, always)
         except ScheduleError:
             return None
 
-    def _with_package(self, it: Configuration, seconds: float, known_s: float) -> Prediction | None:
+    def _with_package(
+        self, config: Configuration, seconds: float, known_s: float
+    ) -> Prediction | None:
         """Predict the fastest of a plan, a plan with copies, and schedules with further features.
 
         All but the first are evaluated only if they may be clearly faster than the best so far.
         """
-        pieces = self.predictor.pieces(it)
-        held_s = pieces.layer.held_after_forward_bytes / self.predictor.machine.gpu.host_rate
-        copying = pieces.with_copies(1e6 * held_s / pieces.layer.forward_us)
-        found: list[Prediction] = []
-        mean_busy_s = self._mean_busy_s(it)
-        for costs, least_s in ((pieces, 0.0), (copying, mean_busy_s)):
-            if least_s <= (1 - NEAR) * min([known_s, *map(step, found)]):
-                made = self.predictor.planned_with_layers(it, costs, seconds / 2)
-                found += [] if made is None else [made]
-        clearly_s = (1 - NEAR) * min([known_s, *map(step, found)])
-        for other in it.with_features(self.predictor.subject):
+        pieces = self.predictor.pieces(config)
+        offload_s = pieces.layer.held_after_forward_bytes / self.predictor.machine.gpu.host_rate
+        offloading = pieces.with_copies(1e6 * offload_s / pieces.layer.forward_us)
+        predictions: list[Prediction] = []
+        mean_busy_s = self._mean_busy_s(config)
+        for costs, least_s in ((pieces, 0.0), (offloading, mean_busy_s)):
+            if least_s <= (1 - NEAR) * min([known_s, *map(step, predictions)]):
+                prediction = self.predictor.planned_with_layers(config, costs, seconds / 2)
+                predictions += [] if prediction is None else [prediction]
+        clearly_s = (1 - NEAR) * min([known_s, *map(step, predictions)])
+        for feature_config in config.with_features(self.predictor.subject):
             if mean_busy_s <= clearly_s:
-                found += self._v_schedules(other)
-        return min(found, key=step, default=None)
+                predictions += self._v_schedules(feature_config)
+        return min(predictions, key=step, default=None)
 
-    def _v_schedules(self, it: Configuration) -> Iterator[Prediction]:
+    def _v_schedules(self, config: Configuration) -> Iterator[Prediction]:
         """Yield the V schedules that fit; a plan of a 70B model needed 22 s and was 0.2% faster."""
-        layers = self.predictor.pieces(it).balanced(self.layers, v_shape(it.pipeline_parallel))
+        layers = self.predictor.pieces(config).balanced(
+            self.layers, v_shape(config.pipeline_parallel)
+        )
         for name in MEMORY_NAMES:
-            found = self.published(name, it, is_stock=False, layers=layers)
-            if found is not None and found.fits:
-                yield found
+            prediction = self.published(name, config, is_stock=False, layers=layers)
+            if prediction is not None and prediction.fits:
+                yield prediction
 
-    def _mean_busy_s(self, it: Configuration) -> float:
+    def _mean_busy_s(self, config: Configuration) -> float:
         """Compute the mean work of a rank per step, in seconds: no schedule is faster.
 
         The busiest rank of a placement is no such bound: other layer splits and placements balance
         the ranks, and embedding and output layer can be sharded over all of them.
         """
-        costs = self.predictor.pieces(it).costs((self.layers,))
-        busy_us = costs.busy_us((0,), 1, it.num_microbatches)
-        return 1e-6 * busy_us / it.pipeline_parallel
+        costs = self.predictor.pieces(config).costs((self.layers,))
+        busy_us = costs.busy_us((0,), 1, config.num_microbatches)
+        return 1e-6 * busy_us / config.pipeline_parallel
 
 
 def check_schedule_flags(command: Command) -> None:
@@ -300,8 +317,8 @@ def check_schedule_flags(command: Command) -> None:
             "advise does not support --pipeline-slices: remove it, or estimate the command with "
             "rehearse"
         )
-    own = name is None or is_megatrons_own(name)
-    for flag, has_no_effect in ((LAYER_SPLIT, name is None), (SHARDED_OUTPUT, own)):
+    is_megatron = name is None or is_megatrons_own(name)
+    for flag, has_no_effect in ((LAYER_SPLIT, name is None), (SHARDED_OUTPUT, is_megatron)):
         if command.has(flag) and has_no_effect:
             raise ScheduleError(
                 f"{flag} has no effect with {name or 'the schedule of Megatron'}: remove it, or "

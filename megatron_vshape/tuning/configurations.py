@@ -113,16 +113,16 @@ class Subject:
     @property
     def recompute(self) -> str:
         """Granularity of the command's recomputation."""
-        given = self.command.value("--recompute-granularity")
-        return given or ("selective" if self.command.has("--recompute-activations") else NONE)
+        granularity = self.command.value("--recompute-granularity")
+        return granularity or ("selective" if self.command.has("--recompute-activations") else NONE)
 
     @property
     def vocabulary(self) -> int:
         """Number of rows of the output layer, without Megatron's padding."""
-        given = self.command.number("--padded-vocab-size", 0)
-        kind = self.command.value("--tokenizer-type", "GPT2BPETokenizer") or ""
-        more = self.command.number("--vocab-size", VOCABULARIES.get(kind, 0) - 1) + 1
-        return given or more
+        padded_size = self.command.number("--padded-vocab-size", 0)
+        tokenizer = self.command.value("--tokenizer-type", "GPT2BPETokenizer") or ""
+        size = self.command.number("--vocab-size", VOCABULARIES.get(tokenizer, 0) - 1) + 1
+        return padded_size or size
 
     def widths(self, sequence: int) -> Widths:
         """Compute the sizes that determine the GEMMs of a layer and of the output layer."""
@@ -137,15 +137,15 @@ class Subject:
 
         Megatron's and PaLM's convention; a backward pass counts as two forward passes.
         """
-        widths, further = self.widths(sequence), self.mtp_layers
+        widths, mtp_layers = self.widths(sequence), self.mtp_layers
         scores = 4.0 * sequence * widths.attention
         layer = 2.0 * (widths.hidden * self.vocabulary / widths.head_in_layers)
         layer += scores - 2.0 * sequence * widths.attention  # which the widths count masked
         head = 2.0 * widths.hidden * self.vocabulary
         sizes = self.sizes(sequence)
         depth = 1.0 if sizes.predicted is None else sizes.predicted.time
-        per_token = (sizes.blocks + further * depth) * layer + (1 + further) * head
-        return 3.0 * (per_token + 4.0 * further * widths.hidden**2) * sequence * batch
+        per_token = (sizes.blocks + mtp_layers * depth) * layer + (1 + mtp_layers) * head
+        return 3.0 * (per_token + 4.0 * mtp_layers * widths.hidden**2) * sequence * batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,28 +277,28 @@ class Configuration:
         """Return the counted pieces with the passes of the features."""
         if not self.vocab_parallel:
             return pieces
-        further, ranks = subject.mtp_layers, self.pipeline_parallel
-        held = estimate_logits_bytes(pieces, ranks) * (1 + further)
+        mtp_layers, ranks = subject.mtp_layers, self.pipeline_parallel
+        logits_bytes = estimate_logits_bytes(pieces, ranks) * (1 + mtp_layers)
         # An all-reduce of hidden states crosses each link once, like a message.
-        pieces = shared_pieces(pieces, ranks, pieces.send_us, held, further)
+        pieces = shared_pieces(pieces, ranks, pieces.send_us, logits_bytes, mtp_layers)
         sizes = subject.sizes(self.sequence_length)
-        return pieces.predicting(further, sizes.merging_in_layers, sizes.predicted)
+        return pieces.predicting(mtp_layers, sizes.merging_in_layers, sizes.predicted)
 
     def command(self, subject: Subject) -> Command:
         """Return the training command with this configuration's sizes, without a schedule."""
-        own = subject.command.of_megatron().without_chunks()
+        megatron_command = subject.command.of_megatron().without_chunks()
         sizes: dict[str, Any] = {
             flag.removeprefix("--"): getattr(self, name)
             for name, flag in FLAGS.items()
             if name != "expert_parallel" or subject.experts
         }
         sizes["global_batch_size"] = self.global_batch_size
-        if self.sequence_length != own.number("--seq-length", 0):
+        if self.sequence_length != megatron_command.number("--seq-length", 0):
             names = ("seq_length", "max_position_embeddings")
             sizes |= dict.fromkeys(names, self.sequence_length)
         if self.tensor_parallel > 1 and self.sequence_parallel:
             sizes["sequence_parallel"] = True
-        command = own.having(**sizes, **_flags_of_recompute(self.recompute))
+        command = megatron_command.having(**sizes, **_flags_of_recompute(self.recompute))
         if self.format == GIVEN:
             return command
         plain = command.without(lambda flag: flag.startswith(tuple(_FORMAT_FLAGS)))
@@ -334,23 +334,23 @@ def _flags_of_recompute(setting: str) -> dict[str, Any]:
     """Return the flags of a recomputation setting; None for flags to remove."""
     if setting == GIVEN:
         return {}
-    nothing = {f"recompute_{name}": None for name in _RECOMPUTE} | {"recompute_activations": None}
+    unset = {f"recompute_{name}": None for name in _RECOMPUTE} | {"recompute_activations": None}
     if setting == NONE:
-        return nothing
+        return unset
     if setting == FULL:
-        more = {"granularity": FULL, "method": "uniform", "num_layers": 1}
+        options = {"granularity": FULL, "method": "uniform", "num_layers": 1}
     else:
-        more = {"granularity": "selective"}
+        options = {"granularity": "selective"}
         if setting != "selective":
-            more["modules"] = setting.split(",")
-    return nothing | {f"recompute_{name}": value for name, value in more.items()}
+            options["modules"] = setting.split(",")
+    return unset | {f"recompute_{name}": value for name, value in options.items()}
 
 
 def own_configuration(subject: Subject, num_devices: int) -> Configuration:
     """Return the command's configuration on these devices; its schedule is planned."""
     number = subject.command.number
     sizes: dict[str, Any] = {name: number(flag, 1) for name, flag in FLAGS.items()}
-    own = Configuration(
+    config = Configuration(
         ADAPTIVE,
         sequence_length=number("--seq-length", 0),
         global_batch_size=1,
@@ -360,8 +360,8 @@ def own_configuration(subject: Subject, num_devices: int) -> Configuration:
         sequence_parallel=sizes["tensor_parallel"] == 1 or subject.command.has(SEQUENCE_PARALLEL),
         **sizes,
     ).on_devices(num_devices)
-    batch = number("--global-batch-size", own.microbatch_size * own.data_parallel)
-    return replace(own, global_batch_size=batch)
+    batch = number("--global-batch-size", config.microbatch_size * config.data_parallel)
+    return replace(config, global_batch_size=batch)
 
 
 _MOVES: tuple[dict[str, float], ...] = (
@@ -386,7 +386,7 @@ _LARGER: tuple[dict[str, float], ...] = ({"microbatch_size": 2}, {"tensor_parall
 
 
 def neighbors(
-    own: Configuration, subject: Subject, num_devices: int, keep: Sequence[str]
+    config: Configuration, subject: Subject, num_devices: int, keep: Sequence[str]
 ) -> Iterator[Configuration]:
     """Yield configurations next to the command's, nearest first; `keep` has names of `SIZES`.
 
@@ -394,25 +394,29 @@ def neighbors(
     possible; selective recompute is also tried if they need more memory. All use sequence
     parallelism if TP > 1, even if the command does not.
     """
-    command, own = own, replace(own, sequence_parallel=True)
-    without = own if "recompute" in keep else replace(own, recompute=NONE)
-    for it in dict.fromkeys((without, own)):
-        if it != command:
-            yield it
+    command_config, config = config, replace(config, sequence_parallel=True)
+    without_recompute = config if "recompute" in keep else replace(config, recompute=NONE)
+    for neighbor in dict.fromkeys((without_recompute, config)):
+        if neighbor != command_config:
+            yield neighbor
     for move in _MOVES:
-        sizes = {name: int(getattr(own, name) * by) for name, by in move.items()}
-        least = {"pipeline_parallel": 2}
-        if any(size < least.get(name, 1) or SIZES[name] in keep for name, size in sizes.items()):
+        sizes = {name: int(getattr(config, name) * factor) for name, factor in move.items()}
+        min_sizes = {"pipeline_parallel": 2}
+        if any(
+            size < min_sizes.get(name, 1) or SIZES[name] in keep for name, size in sizes.items()
+        ):
             continue
         if "expert_parallel" in sizes and not subject.experts:
             continue
-        keeps = subject.recompute == "selective" and move in _LARGER
-        for base in dict.fromkeys((without, own) if keeps else (without,)):
+        tries_selective = subject.recompute == "selective" and move in _LARGER
+        for base in dict.fromkeys(
+            (without_recompute, config) if tries_selective else (without_recompute,)
+        ):
             yield replace(base, **sizes).on_devices(num_devices)  # type: ignore[arg-type]
 
 
 def faults(
-    it: Configuration,
+    config: Configuration,
     model: Subject,
     num_devices: int,
     node: int,
@@ -423,103 +427,108 @@ def faults(
     A reason is a pair: its kind, and a sentence with the numbers. `node` is the number of devices
     that share fast links.
     """
-    if it.num_devices != num_devices:
+    if config.num_devices != num_devices:
         yield (
             "another number of devices than the cluster's",
-            f"DP {it.data_parallel} x TP {it.tensor_parallel} x PP {it.pipeline_parallel} x CP "
-            f"{it.context_parallel} takes {it.num_devices} devices, the cluster has {num_devices}",
+            f"DP {config.data_parallel} x TP {config.tensor_parallel} x PP "
+            f"{config.pipeline_parallel} x CP {config.context_parallel} takes {config.num_devices} "
+            f"devices, the cluster has {num_devices}",
         )
-    if fault := _tensor_fault(it, model, node) or _expert_fault(it, model):
+    if fault := _tensor_fault(config, model, node) or _expert_fault(config, model):
         yield "sizes that TP, CP or EP do not divide", fault
-    if it.global_batch_size % (it.data_parallel * it.microbatch_size):
+    if config.global_batch_size % (config.data_parallel * config.microbatch_size):
         yield (
             "a global batch that does not divide",
-            f"the global batch of {it.global_batch_size} is not a multiple of DP "
-            f"{it.data_parallel} x microbatch size {it.microbatch_size}",
+            f"the global batch of {config.global_batch_size} is not a multiple of DP "
+            f"{config.data_parallel} x microbatch size {config.microbatch_size}",
         )
-    if fault := _size_fault(it, model):
+    if fault := _size_fault(config, model):
         yield "too many passes", fault
-    if fault := _vocabulary_fault(it, post_validation):
+    if fault := _vocabulary_fault(config, post_validation):
         yield "a vocabulary that cannot be shared", fault
-    if fault := _layer_fault(it, model):
+    if fault := _layer_fault(config, model):
         yield "layers that do not divide, or a schedule that cannot be", fault
 
 
-def _tensor_fault(it: Configuration, model: Subject, node: int) -> str | None:
-    if it.tensor_parallel > node:
-        return f"TP {it.tensor_parallel} does not fit into a node of {node} devices"
+def _tensor_fault(config: Configuration, model: Subject, node: int) -> str | None:
+    if config.tensor_parallel > node:
+        return f"TP {config.tensor_parallel} does not fit into a node of {node} devices"
     number = model.command.number
-    for what, count in (
+    for name, count in (
         ("attention_heads", model.heads),
         ("query_groups", number("--num-query-groups", model.heads)),
         ("ffn_hidden_size", number("--ffn-hidden-size", 0)),
         ("vocabulary_size", model.vocabulary if model.translated else 0),
     ):
-        if count % it.tensor_parallel:
-            return f"TP {it.tensor_parallel} does not divide {what} {count}"
-    if it.sequence_length % (it.tensor_parallel * 2 * it.context_parallel):
+        if count % config.tensor_parallel:
+            return f"TP {config.tensor_parallel} does not divide {name} {count}"
+    if config.sequence_length % (config.tensor_parallel * 2 * config.context_parallel):
         return (
-            f"sequence_length {it.sequence_length} does not divide into 2 x CP "
-            f"{it.context_parallel} x TP {it.tensor_parallel} parts"
+            f"sequence_length {config.sequence_length} does not divide into 2 x CP "
+            f"{config.context_parallel} x TP {config.tensor_parallel} parts"
         )
     return None
 
 
-def _expert_fault(it: Configuration, model: Subject) -> str | None:
-    if it.expert_parallel == 1:
+def _expert_fault(config: Configuration, model: Subject) -> str | None:
+    if config.expert_parallel == 1:
         return None
     if not model.experts:
-        return f"EP {it.expert_parallel}: the model has no experts"
-    if model.experts % it.expert_parallel:
-        return f"EP {it.expert_parallel} does not divide {model.experts} experts"
-    shards = model.command.number("--expert-tensor-parallel-size", it.tensor_parallel)
-    ranks = it.data_parallel * it.tensor_parallel * it.context_parallel
-    if ranks % (it.expert_parallel * shards):
+        return f"EP {config.expert_parallel}: the model has no experts"
+    if model.experts % config.expert_parallel:
+        return f"EP {config.expert_parallel} does not divide {model.experts} experts"
+    shards = model.command.number("--expert-tensor-parallel-size", config.tensor_parallel)
+    ranks = config.data_parallel * config.tensor_parallel * config.context_parallel
+    if ranks % (config.expert_parallel * shards):
         return (
-            f"EP {it.expert_parallel} x ETP {shards} does not divide the {ranks} ranks of a stage"
+            f"EP {config.expert_parallel} x ETP {shards} does not divide the {ranks} ranks of a "
+            "stage"
         )
     return None
 
 
-def _size_fault(it: Configuration, model: Subject) -> str | None:
+def _size_fault(config: Configuration, model: Subject) -> str | None:
     """Return the reason if the prediction would need minutes and GiB."""
-    if it.pipeline_parallel > model.layers + 2:
-        return f"PP {it.pipeline_parallel} has more devices than {model.layers} layers and two ends"
-    passes = 3 * 2 * it.pipeline_parallel * it.num_microbatches
+    if config.pipeline_parallel > model.layers + 2:
+        return (
+            f"PP {config.pipeline_parallel} has more devices than {model.layers} layers and two "
+            "ends"
+        )
+    passes = 3 * 2 * config.pipeline_parallel * config.num_microbatches
     if passes > MAX_PASSES:
         return f"its step of {passes} passes is longer than the {MAX_PASSES} that are predicted"
     return None
 
 
-def _vocabulary_fault(it: Configuration, post_validation: bool) -> str | None:
+def _vocabulary_fault(config: Configuration, post_validation: bool) -> str | None:
     """Return the reason if the trainer does not support vocabulary parallelism here."""
-    if not it.vocab_parallel:
+    if not config.vocab_parallel:
         return None
-    if it.pipeline_parallel == 1:
+    if config.pipeline_parallel == 1:
         return "one pipeline device has nobody to share the vocabulary with"
     if post_validation:
         return "post_validation does not go with vocab_parallel yet"
     return None
 
 
-def _layer_fault(it: Configuration, model: Subject) -> str | None:
+def _layer_fault(config: Configuration, model: Subject) -> str | None:
     try:
-        stages = count_stages(it.schedule, it.pipeline_parallel)
+        stages = count_stages(config.schedule, config.pipeline_parallel)
     except ScheduleError as error:
         return str(error)
-    if it.pipeline_parallel == 1 and it.schedule != "1f1b":
-        return f"{it.schedule} on one pipeline device is 1f1b with more overhead"
+    if config.pipeline_parallel == 1 and config.schedule != "1f1b":
+        return f"{config.schedule} on one pipeline device is 1f1b with more overhead"
     layers = model.layers
-    if it.layout is Layout.BALANCED and model.command.pattern:
+    if config.layout is Layout.BALANCED and model.command.pattern:
         return "layout balanced counts both ends as layers, and a hybrid model's differ: use auto"
-    if it.layout is Layout.AUTO:
+    if config.layout is Layout.AUTO:
         few = layers < max(stages - 2, 1)
         return f"{layers} layers are too few for {stages} stages" if few else None
-    counted = layers + 2 if it.layout is Layout.BALANCED else layers
+    counted = layers + 2 if config.layout is Layout.BALANCED else layers
     if counted % stages:
-        ends = " and both ends" if it.layout is Layout.BALANCED else ""
+        ends = " and both ends" if config.layout is Layout.BALANCED else ""
         return f"{layers} layers{ends} do not divide among {stages} stages"
-    if stages == 1 and it.layout is Layout.BALANCED:
+    if stages == 1 and config.layout is Layout.BALANCED:
         return "one stage has no ends to balance; its layout is even"
     return None
 
@@ -536,16 +545,18 @@ def count_stages(schedule: str, num_devices: int) -> int:
     return plan_request(PlanRequest(schedule, num_devices, 1)).schedule.num_stages
 
 
-def layers_of_stages(it: Configuration, model: Subject, placement: Placement) -> tuple[int, ...]:
+def layers_of_stages(
+    config: Configuration, model: Subject, placement: Placement
+) -> tuple[int, ...]:
     """Return the number of layers per stage; with layout auto, as in the trainer."""
     num_stages = len(placement)
-    if it.layout is Layout.EVEN:
+    if config.layout is Layout.EVEN:
         return (model.layers // num_stages,) * num_stages
-    if it.layout is Layout.AUTO:
-        sizes = model.sizes(it.sequence_length)
+    if config.layout is Layout.AUTO:
+        sizes = model.sizes(config.sequence_length)
         pieces = Pieces.estimated(sizes.head_in_layers, sizes.blocks / num_stages)
         pieces = replace(pieces, shares=sizes.shares)
-        if it.vocab_parallel:
+        if config.vocab_parallel:
             pieces = without_ends(pieces)
         pieces = pieces.predicting(sizes.predicting, sizes.merging_in_layers, sizes.predicted)
         return pieces.balanced(model.layers, placement)

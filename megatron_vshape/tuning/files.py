@@ -78,10 +78,13 @@ class _File(BaseModel):
                 logger.warning("%s is ignored: %s", name, reason)
         data = {key: value for key, value in data.items() if key not in cls.REMOVED}
         if unknown := [str(key) for key in data if key not in cls.model_fields]:
-            names = ", ".join(f"{key:.60}" for key in unknown[:MOST_NAMED])
-            more = f" and {len(unknown) - MOST_NAMED} more" * (len(unknown) > MOST_NAMED)
-            known = ", ".join(sorted(cls.model_fields))
-            raise ValueError(f"unknown key{'s' * (len(unknown) > 1)} {names}{more}; known: {known}")
+            unknown_names = ", ".join(f"{key:.60}" for key in unknown[:MOST_NAMED])
+            suffix = f" and {len(unknown) - MOST_NAMED} more" * (len(unknown) > MOST_NAMED)
+            known_names = ", ".join(sorted(cls.model_fields))
+            raise ValueError(
+                f"unknown key{'s' * (len(unknown) > 1)} {unknown_names}{suffix}; known: "
+                f"{known_names}"
+            )
         return data
 
 
@@ -349,16 +352,17 @@ def _filled(sweep: Sweep, subject: Subject, path: Path) -> Sweep:
         if not sweep.workloads:
             raise SweepError(f"{path}: workloads is missing: sequence_length, global_batch_size")
         return sweep
-    grid, own = sweep.grid, own_configuration(subject, 1)
-    sizes = {name: [getattr(own, name)] for name in FLAGS} | {"recompute": [GIVEN]}
-    left = {name: value for name, value in sizes.items() if name not in grid.model_fields_set}
+    grid, config = sweep.grid, own_configuration(subject, 1)
+    sizes = {name: [getattr(config, name)] for name in FLAGS} | {"recompute": [GIVEN]}
+    defaults = {name: value for name, value in sizes.items() if name not in grid.model_fields_set}
     workloads = sweep.workloads or [
         Workload(
-            sequence_length=max(1, own.sequence_length), global_batch_size=own.global_batch_size
+            sequence_length=max(1, config.sequence_length),
+            global_batch_size=config.global_batch_size,
         )
     ]
-    made = {"grid": grid.model_copy(update=left), "workloads": workloads}
-    return sweep.model_copy(update=made)
+    updates = {"grid": grid.model_copy(update=defaults), "workloads": workloads}
+    return sweep.model_copy(update=updates)
 
 
 def _check_executor(run: RunPart, cluster: Cluster, path: Path) -> None:
@@ -437,18 +441,18 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
 def _first_of(error: ValidationError) -> str:
     """Format the first fault as one sentence with the key's path and the value."""
-    fault, *others = error.errors(include_url=False)
-    more = f" (and {len(others)} more)" if others else ""
+    fault, *other_faults = error.errors(include_url=False)
+    suffix = f" (and {len(other_faults)} more)" if other_faults else ""
     key = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "missing":
-        return f"the key {key} is missing{more}"
+        return f"the key {key} is missing{suffix}"
     if fault["type"] == "too_short":
-        return f"{key} is empty; it needs at least one value{more}"
+        return f"{key} is empty; it needs at least one value{suffix}"
     message = fault["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     if fault["type"] == "value_error":
-        return f"{key}: {message}{more}" if key else f"{message}{more}"
-    return f"{key or 'the file'} is {_short(fault['input'])}: {message}{more}"
+        return f"{key}: {message}{suffix}" if key else f"{message}{suffix}"
+    return f"{key or 'the file'} is {_short(fault['input'])}: {message}{suffix}"
 
 
 def _short(value: object) -> str:
@@ -475,7 +479,7 @@ def of_model_file(model: ModelFile, on_cpu: bool, path: Path) -> Subject:
 
 def model_flags(model: ModelFile) -> list[str]:
     """Return the trainer's flags for this GPT model, for any tokenizer."""
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "num-layers": model.layers,
         "hidden-size": model.hidden_size,
         "num-attention-heads": model.attention_heads,
@@ -493,7 +497,7 @@ def model_flags(model: ModelFile) -> list[str]:
         "hidden-dropout": None if model.dropout else 0,
     }
     if model.experts is not None:
-        given |= {
+        options |= {
             "num-experts": model.experts.count,
             "moe-router-topk": model.experts.per_token,
             "moe-ffn-hidden-size": model.experts.ffn_hidden_size,
@@ -502,13 +506,13 @@ def model_flags(model: ModelFile) -> list[str]:
             "expert-tensor-parallel-size": 1,
             "disable-bias-linear": True,
         }
-    return flags_of(given)
+    return flags_of(options)
 
 
 def _of_device(model: ModelFile, on_cpu: bool) -> list[str]:
     if on_cpu:
         return _CPU
-    given = {
+    options = {
         "distributed-backend": "nccl",
         "use-distributed-optimizer": True,
         "bf16": model.parameter_bytes == 2,
@@ -516,4 +520,4 @@ def _of_device(model: ModelFile, on_cpu: bool) -> list[str]:
         "attention-backend": None if model.flash_attention else "unfused",
         "moe-grouped-gemm": model.experts is not None and model.parameter_bytes == 2,
     }
-    return flags_of(given)
+    return flags_of(options)

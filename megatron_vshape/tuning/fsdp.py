@@ -32,30 +32,30 @@ SHARDED_BYTES = 18
 FLAGS = ("--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params")
 
 
-def best(predictor: Predictor, own: Configuration) -> Prediction | None:
+def best(predictor: Predictor, command_config: Configuration) -> Prediction | None:
     """Predict the fastest FSDP2 configuration that fits; None if none can be estimated.
 
     If none fits, the one with the least memory is returned.
     """
-    found = []
-    for it in _configurations(own, predictor):
+    predictions = []
+    for config in _configurations(command_config, predictor):
         try:
-            found.append(_predict(predictor, it))
+            predictions.append(_predict(predictor, config))
         except SweepError:  # cannot be rehearsed
             continue
-        if found[-1].fits:
+        if predictions[-1].fits:
             break
-    return min(found, key=lambda row: (not row.fits, row.peak_bytes), default=None)
+    return min(predictions, key=lambda row: (not row.fits, row.peak_bytes), default=None)
 
 
-def sentence(fsdp: Prediction | None, other: Prediction | None, case: str) -> str:
+def sentence(fsdp: Prediction | None, baseline: Prediction | None, case: str) -> str:
     """Format whether FSDP2 is faster than another row by more than the error of the estimate."""
-    if fsdp is None or other is None or fsdp.step_s is None or other.step_s is None:
+    if fsdp is None or baseline is None or fsdp.step_s is None or baseline.step_s is None:
         return ""
     start = "Without a pipeline (FSDP2): "
     if not fsdp.fits:
         return f"{start}{fsdp.fit}."
-    gain, within = 1 - fsdp.step_s / other.step_s, accuracy.threshold(case)
+    gain, within = 1 - fsdp.step_s / baseline.step_s, accuracy.threshold(case)
     if abs(gain) <= within:
         return f"{start}as fast as the best pipeline within the error ({100 * within:.1f}%)."
     if gain < 0:
@@ -66,64 +66,81 @@ def sentence(fsdp: Prediction | None, other: Prediction | None, case: str) -> st
     )
 
 
-def _configurations(own: Configuration, predictor: Predictor) -> Iterator[Configuration]:
+def _configurations(command_config: Configuration, predictor: Predictor) -> Iterator[Configuration]:
     """Yield configurations without a pipeline, the fastest first, with the least possible TP.
 
     At most two, because each has to be rehearsed; none if its states alone do not fit.
     """
     machine, subject = predictor.machine, predictor.subject
-    counted = predictor.counts(own)
-    pieces, shards = counted.pieces, own.tensor_parallel * own.expert_parallel
+    counted = predictor.counts(command_config)
+    pieces, shards = counted.pieces, command_config.tensor_parallel * command_config.expert_parallel
     layers = Share.total(pieces.shares).state if pieces.shares else subject.layers
     states = layers * counted.parameters.layer * SHARDED_BYTES
-    if states * shards / machine.num_devices > predictor.allocatable_bytes(own):
+    if states * shards / machine.num_devices > predictor.allocatable_bytes(command_config):
         return
     base = replace(
-        own, schedule="1f1b", pipeline_parallel=1, layout=Layout.EVEN, sequence_parallel=True
+        command_config,
+        schedule="1f1b",
+        pipeline_parallel=1,
+        layout=Layout.EVEN,
+        sequence_parallel=True,
     )
-    for tensor in (1, own.tensor_parallel):
-        it = replace(base, tensor_parallel=tensor).on_devices(machine.num_devices)
-        if not any(faults(it, subject, machine.num_devices, machine.gpu.node)):
-            yield replace(it, recompute=NONE)
-            yield replace(it, recompute=FULL if own.recompute == NONE else own.recompute)
+    for tensor in (1, command_config.tensor_parallel):
+        config = replace(base, tensor_parallel=tensor).on_devices(machine.num_devices)
+        if not any(faults(config, subject, machine.num_devices, machine.gpu.node)):
+            yield replace(config, recompute=NONE)
+            yield replace(
+                config,
+                recompute=FULL if command_config.recompute == NONE else command_config.recompute,
+            )
             return
 
 
-def _predict(predictor: Predictor, it: Configuration) -> Prediction:
+def _predict(predictor: Predictor, config: Configuration) -> Prediction:
     """Predict a configuration: all layers on every rank, all state sharded."""
-    counted = predictor.counts(it)
-    pieces, own = counted.pieces, counted.parameters
+    counted = predictor.counts(config)
+    pieces, parameter_counts = counted.pieces, counted.parameters
     # Ranks of TP and EP have other parameters. A layer's experts are most of its parameters.
-    stride = it.tensor_parallel * it.expert_parallel
-    ranks = it.num_devices // stride
+    stride = config.tensor_parallel * config.expert_parallel
+    ranks = config.num_devices // stride
 
     def sharded(piece: Piece, number: float) -> Piece:
         # Not sharded: inputs that recomputed experts keep, and workspaces of the last stage.
-        kept = max(0.0, piece.state_bytes - number * counted.state_bytes_per_parameter)
-        state = number * SHARDED_BYTES / ranks + kept
+        unsharded_state = max(0.0, piece.state_bytes - number * counted.state_bytes_per_parameter)
+        state = number * SHARDED_BYTES / ranks + unsharded_state
         return replace(piece, state_bytes=state, dummy_bytes=0.0)
 
     layers = [share.state for share in pieces.shares] or [1.0] * predictor.subject.layers
-    parameters = [*(share * own.layer for share in layers), own.first, own.last]
+    parameters = [
+        *(share * parameter_counts.layer for share in layers),
+        parameter_counts.first,
+        parameter_counts.last,
+    ]
     unsharded = (PARAMETER_BYTES + GRADIENT_BYTES) * max(parameters)
     unsharded += PARAMETER_BYTES * parameters[0]  # of the next layer, gathered meanwhile
-    made = replace(
+    sharded_pieces = replace(
         pieces,
-        layer=sharded(pieces.layer, own.layer),
-        first=sharded(pieces.first, own.first),
-        last=sharded(pieces.last, own.last),
+        layer=sharded(pieces.layer, parameter_counts.layer),
+        first=sharded(pieces.first, parameter_counts.first),
+        last=sharded(pieces.last, parameter_counts.last),
         device_bytes=pieces.device_bytes + unsharded,
     )
-    costs, schedule = made.costs((len(layers),)), published_schedule("1f1b", 1, it.num_microbatches)
+    costs, schedule = (
+        sharded_pieces.costs((len(layers),)),
+        published_schedule("1f1b", 1, config.num_microbatches),
+    )
     plain = replace(predictor, counts=lambda _: replace(counted, data_s_per_byte=0.0))
-    row = plain.evaluated(it, schedule, costs, always=True)
+    row = plain.evaluated(config, schedule, costs, always=True)
     computes_s = 1e-6 * costs.busy_us(schedule.placement, 1, 1)
     exposed = exposed_s(
         _exchange_s(predictor, parameters, ranks, stride), computes_s, counted.rates
     )
-    step_s = (row.step_s or 0.0) + it.num_microbatches * exposed
+    step_s = (row.step_s or 0.0) + config.num_microbatches * exposed
     return replace(
-        row, configuration=replace(it, schedule=NAME), step_s=step_s, mfu=predictor.mfu(it, step_s)
+        row,
+        configuration=replace(config, schedule=NAME),
+        step_s=step_s,
+        mfu=predictor.mfu(config, step_s),
     )
 
 
@@ -141,11 +158,11 @@ def _exchange_s(
     gradient = PARAMETER_BYTES if in_bf16 else GRADIENT_BYTES
     total = 0.0
     for number in parameters if ranks > 1 else ():
-        for kind, each, times in (
+        for kind, element_bytes, times in (
             ("all_gather", PARAMETER_BYTES, 2),  # for the forward, and again for the backward
             ("reduce_scatter", gradient, 1),
         ):
-            linked = link_bytes_of(kind, ranks, span, each * number, gpu.node)
+            linked = link_bytes_of(kind, ranks, span, element_bytes * number, gpu.node)
             near = linked.near / gpu.near_rate / rates.wire
             far = linked.far / gpu.far_rate / rates.network
             total += times * (max(near, far) + rates.exchange_us * 1e-6)

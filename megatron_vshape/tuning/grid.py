@@ -36,8 +36,8 @@ class Dropped:
 def by_kind(dropped: Sequence[Dropped]) -> dict[str, list[Dropped]]:
     """Group configurations by the kind of their reasons."""
     kinds: dict[str, list[Dropped]] = {}
-    for each in dropped:
-        kinds.setdefault(each.kind, []).append(each)
+    for rejection in dropped:
+        kinds.setdefault(rejection.kind, []).append(rejection)
     return kinds
 
 
@@ -60,24 +60,27 @@ def expand(loaded: Loaded, machine: Machine | None = None) -> Expanded:
     sweep, model = loaded.sweep, loaded.subject
     machine = machine or Machine.of(loaded.cluster)
     sizes = machine.num_devices, machine.gpu.node
-    known = (*catalogue.NAMES, ADAPTIVE)
-    for name in (*sweep.grid.schedule, *(each.schedule for each in sweep.also)):
+    schedule_names = (*catalogue.NAMES, ADAPTIVE)
+    for name in (*sweep.grid.schedule, *(run.schedule for run in sweep.also)):
         try:
-            own = with_chunks(name)
-            if (name if own is None else own.name) not in known:
-                raise catalogue.no_such_schedule(name, known)
+            parsed = with_chunks(name)
+            if (name if parsed is None else parsed.name) not in schedule_names:
+                raise catalogue.no_such_schedule(name, schedule_names)
         except ScheduleError as error:
             raise SweepError(f"{loaded.path}: {error}") from None
     _check_size(sweep.grid, len(sweep.workloads), loaded)
     possible: dict[Configuration, None] = {}
     dropped: list[Dropped] = []
     for workload in sweep.workloads:
-        every = itertools.chain(
-            ((sweep.grid, each) for each in _of_grid(sweep.grid, workload, machine.num_devices)),
-            ((one, configuration_of(one, workload)) for one in sweep.also),
+        combinations = itertools.chain(
+            (
+                (sweep.grid, config)
+                for config in _of_grid(sweep.grid, workload, machine.num_devices)
+            ),
+            ((run, configuration_of(run, workload)) for run in sweep.also),
         )
-        for said, combination in every:
-            if "layout" not in said.model_fields_set and _halves_layers(combination, model):
+        for source, combination in combinations:
+            if "layout" not in source.model_fields_set and _halves_layers(combination, model):
                 combination = replace(combination, layout=Layout.AUTO)
             fault = next(faults(combination, model, *sizes, sweep.post_validation), None)
             if fault is None:
@@ -85,26 +88,26 @@ def expand(loaded: Loaded, machine: Machine | None = None) -> Expanded:
             else:
                 dropped.append(Dropped(combination, *fault))
     if not possible:
-        first = {each.kind: each.reason for each in reversed(dropped)}
+        first = {rejection.kind: rejection.reason for rejection in reversed(dropped)}
         raise SweepError(
             f"{loaded.path}: no combination of the grid can run: " + "; ".join(first.values())
         )
     return Expanded(tuple(possible), tuple(dropped))
 
 
-def configuration_of(one: Also, workload: Workload) -> Configuration:
+def configuration_of(run: Also, workload: Workload) -> Configuration:
     """Return the configuration of an additional run."""
-    given = {**dict(one), **dict(workload), "arguments": tuple(one.arguments)}
-    return Configuration(**given)
+    settings = {**dict(run), **dict(workload), "arguments": tuple(run.arguments)}
+    return Configuration(**settings)
 
 
-def _halves_layers(it: Configuration, model: Subject) -> bool:
+def _halves_layers(config: Configuration, model: Subject) -> bool:
     """Return whether the default layout would divide a layer; then `auto` is used."""
     try:
-        stages = count_stages(it.schedule, it.pipeline_parallel)
+        stages = count_stages(config.schedule, config.pipeline_parallel)
     except ScheduleError:  # reported by `faults`
         return False
-    if it.layout is not Layout.BALANCED:
+    if config.layout is not Layout.BALANCED:
         return False
     return bool(model.command.pattern) or (model.layers + 2) % stages != 0
 
@@ -120,14 +123,14 @@ def _check_size(grid: Grid, num_workloads: int, loaded: Loaded) -> None:
 
 
 def _of_grid(grid: Grid, workload: Workload, number: int) -> Iterator[Configuration]:
-    names = [each.name for each in fields(Configuration) if each.name in Grid.model_fields]
+    names = [field.name for field in fields(Configuration) if field.name in Grid.model_fields]
     lists = {name: getattr(grid, name) or [None] for name in names}
     lists["schedule"] = list(_schedules(grid))
     for values in itertools.product(*lists.values()):
-        given = dict(zip(names, values, strict=True))
-        alone = Configuration(**dict(workload), **given | {"data_parallel": 1})
-        own = given["data_parallel"]
-        yield replace(alone, data_parallel=own) if own else alone.on_devices(number)
+        settings = dict(zip(names, values, strict=True))
+        config = Configuration(**dict(workload), **settings | {"data_parallel": 1})
+        replicas = settings["data_parallel"]
+        yield replace(config, data_parallel=replicas) if replicas else config.on_devices(number)
 
 
 def _schedules(grid: Grid) -> Iterator[str]:

@@ -106,7 +106,7 @@ def test_today_has_sequence_parallelism_only_if_the_command_has() -> None:
     words = f"{LAYERS_36} --global-batch-size 64 --tensor-model-parallel-size 2 --seq-length 64"
     words = words.replace("parallel-size 4", "parallel-size 2")
     made = advice(subject(words), Pieces(layer, NOTHING, NOTHING, 0.0))
-    counted = made.predictor.counts(made.own)
+    counted = made.predictor.counts(made.command_config)
     of_parallel = replace(counted, pieces=Pieces(parallel, NOTHING, NOTHING, 0.0))
 
     def counts(it: Configuration) -> Counted:
@@ -116,8 +116,8 @@ def test_today_has_sequence_parallelism_only_if_the_command_has() -> None:
     model = made.predictor.subject
     made.predictor = replace(made.predictor, counts=counts)
     keep = ["tp", "pp", "microbatch", "cp", "recompute"]
-    made.others = list(neighbors(made.own, model, 4, keep))
-    assert len({key_of_count(it) for it in (made.own, *made.others)}) == 2
+    made.neighbors = list(neighbors(made.command_config, model, 4, keep))
+    assert len({key_of_count(it) for it in (made.command_config, *made.neighbors)}) == 2
     rows = made.rows()
     today, stock = rows["today"], rows["stock"]
     assert today is not None
@@ -157,7 +157,10 @@ def test_stock_megatron_may_distribute_layers_by_their_work() -> None:
     head = Piece(4.0, 4.0, 4.0, 0.0, 0.0)
     pieces = Pieces(layer, NOTHING, head, 0.0)
     made = advice(model, pieces)
-    rows = {(row.configuration.schedule, is_even(row.layers)): row for row in made.stock(made.own)}
+    rows = {
+        (row.configuration.schedule, is_even(row.layers)): row
+        for row in made.stock(made.command_config)
+    }
     even, uneven = rows["1f1b", True], rows["1f1b", False]
     assert even.layers == (9, 9, 9, 9)
     assert uneven.layers == (10, 10, 10, 6)
@@ -175,7 +178,9 @@ def test_stock_megatron_may_distribute_layers_by_their_work() -> None:
     total = GPUS["h100"].memory_bytes
     kept = total - 40.0 * GIB  # of which 2 are outside of torch's allocator
     tight = advice(model, pieces, headroom_bytes=kept)
-    found = [row for row in tight.stock(tight.own) if row.configuration.schedule == "1f1b"]
+    found = [
+        row for row in tight.stock(tight.command_config) if row.configuration.schedule == "1f1b"
+    ]
     assert [row.layers for row in found] == [(9, 9, 9, 9), (10, 10, 10, 6), (9, 10, 10, 7)]
     # One that does not fit is in no comparison, so it is not simulated.
     assert [row.step_s is not None for row in found] == [row.fits for row in found]
@@ -186,14 +191,14 @@ def test_sizes_whose_last_rank_has_most_work_may_be_the_fastest() -> None:
     model, layer, head = subject(LAYERS_36), Piece(1.0, 1.0, 1.0, 1.0, 0.0), 36.0
     last = Piece(head, head, head, 1.0, 0.0)
     made = advice(model, Pieces(layer, NOTHING, last, 0.0))
-    counted = made.predictor.counts(made.own)
+    counted = made.predictor.counts(made.command_config)
     faster = replace(counted.pieces, layer=layer.times(0.8), last=last.times(0.8))
-    other = replace(made.own, recompute=FULL)
+    other = replace(made.command_config, recompute=FULL)
     made.predictor = replace(
         made.predictor,
         counts=lambda it: replace(counted, pieces=faster) if it.recompute == FULL else counted,
     )
-    made.others = [other]
+    made.neighbors = [other]
     best = made.rows()["best"]
     assert best is not None
     # Without vocabulary parallelism, the output layer alone takes longer than this.
@@ -222,8 +227,8 @@ def test_a_plan_like_1f1b_needs_the_memory_of_megatron_to_be_stock(
         host_us=10.0,
     )
     made = advice(subject(LAYERS_36.replace("36", "8")), pieces)
-    plan = made.predictor.planned_with_layers(made.own, pieces, 0.5)
-    stock = made.published("1f1b", made.own, is_stock=True)
+    plan = made.predictor.planned_with_layers(made.command_config, pieces, 0.5)
+    stock = made.published("1f1b", made.command_config, is_stock=True)
     assert plan is not None
     assert stock is not None
     assert plan.is_stock == stock.fits == (dummy_gib < 9.0)
@@ -295,7 +300,7 @@ def test_a_split_that_megatron_rejects_is_no_baseline(flags: str, reason: str, f
     # This package's schedules support uneven layers.
     ours = "--pipeline-schedule v-half --pipeline-layer-split auto"
     model = subject(f"{LAYERS_36} --num-layers 30 {ours}")
-    assert advice(model, made.predictor.pieces(made.own)).today().fits
+    assert advice(model, made.predictor.pieces(made.command_config)).today().fits
 
 
 V_HALF, INTERLEAVED = "--pipeline-schedule v-half", "--pipeline-schedule interleaved-1f1b"
@@ -355,8 +360,10 @@ def test_today_has_the_vocabulary_parallelism_of_the_command() -> None:
 def test_a_stock_row_removes_the_flags_of_the_schedule() -> None:
     model = subject(f"{LAYERS_36} {V_HALF} {SPLIT} 4,5,5,4,4,5,5,4 --pipeline-vocab-parallel")
     made = advice(model, Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0))
-    stock = made.published("1f1b", made.own, is_stock=True)
-    ours = made.published("v-min", made.own, is_stock=False, layers=(4, 5, 5, 4, 4, 5, 5, 4))
+    stock = made.published("1f1b", made.command_config, is_stock=True)
+    ours = made.published(
+        "v-min", made.command_config, is_stock=False, layers=(4, 5, 5, 4, 4, 5, 5, 4)
+    )
     assert stock is not None
     assert ours is not None
     words = _flags(made, Namespace(export=None), {"best": None}, stock)
@@ -439,7 +446,7 @@ def test_rehearse_and_advise_agree_whether_a_rank_fits(peak_gib: float, headroom
         communicators=communicators,
         headroom_bytes=headroom * gpu.memory_bytes,
     )
-    row = made.published("1f1b", made.own, is_stock=True)
+    row = made.published("1f1b", made.command_config, is_stock=True)
     assert row is not None
     peak = int(row.ranks[0].allocated)
     assert peak == int(peak_gib * GIB)
@@ -456,7 +463,7 @@ def test_the_last_rank_of_a_tied_model_has_a_copy_of_the_embedding() -> None:
 
     def states(name: str, words: str) -> list[float]:
         made = advice(subject(words), pieces)
-        row: Prediction | None = made.published(name, made.own, is_stock=name == "1f1b")
+        row: Prediction | None = made.published(name, made.command_config, is_stock=name == "1f1b")
         assert row is not None
         return [rank.states / GIB for rank in row.ranks]
 
@@ -469,7 +476,7 @@ def test_the_last_rank_of_a_tied_model_has_a_copy_of_the_embedding() -> None:
 def test_a_grid_has_the_same_rows() -> None:
     model = subject(LAYERS_36)
     made = advice(model, Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0))
-    own = made.own
+    own = made.command_config
     made.grid = [_named(own, name) for name in ("1f1b", "v-half", "v-zb")]
     rows = made.rows()
     assert list(rows) == ["today", "stock", "best", "least", "fsdp"]
@@ -614,7 +621,7 @@ def test_flags_name_a_schedule_only_if_training_has_the_name(
         layers=(2, 2, 2, 2),
     )
     advice: Any = SimpleNamespace(
-        own=own, predictor=SimpleNamespace(subject=subject, post_validation=False)
+        command_config=own, predictor=SimpleNamespace(subject=subject, post_validation=False)
     )
     rows: Any = {"best": row if is_best else None}
     words = _flags(advice, Namespace(export=None, grid=None), rows, row)

@@ -23,7 +23,7 @@ def without_pipeline(number: int, layer: Piece = LAYER) -> tuple[Advice, float, 
     made = advice(subject(words), Pieces(layer, NOTHING, NOTHING, 0.0))
     predictor = replace(made.predictor, machine=Machine(GPUS["h100"], number))
     made.predictor = predictor
-    row = fsdp.best(predictor, made.own)
+    row = fsdp.best(predictor, made.command_config)
     assert row is not None
     assert row.step_s is not None
     assert row.configuration.data_parallel == number
@@ -42,10 +42,10 @@ def test_states_are_sharded_and_layers_are_gathered() -> None:
 def test_inputs_that_a_layer_keeps_are_neither_sharded_nor_gathered() -> None:
     """A layer with recomputed experts keeps inputs between steps, besides its states."""
     made, step_s, peak = without_pipeline(8)
-    counted = made.predictor.counts(made.own)
+    counted = made.predictor.counts(made.command_config)
     kept = replace(LAYER, state_bytes=LAYER.state_bytes + GIB / 64)
     more = replace(counted, pieces=replace(counted.pieces, layer=kept))
-    row = fsdp.best(replace(made.predictor, counts=lambda _: more), made.own)
+    row = fsdp.best(replace(made.predictor, counts=lambda _: more), made.command_config)
     assert row is not None
     assert row.step_s == step_s
     assert row.ranks[0].allocated == pytest.approx(peak + 36 * GIB / 64)
@@ -67,7 +67,7 @@ def test_exchanges_are_exposed_where_the_network_is_slower_than_the_computation(
 
 def test_a_gain_is_reported_if_it_is_larger_than_the_error() -> None:
     made, _, _ = without_pipeline(8)
-    row = fsdp.best(made.predictor, made.own)
+    row = fsdp.best(made.predictor, made.command_config)
     assert row is not None
     assert row.step_s is not None
     within = accuracy.threshold(made.case)
@@ -90,4 +90,4 @@ def test_a_model_that_does_not_fit_is_the_smallest_or_none() -> None:
     many = replace(LAYER, state_bytes=18 * 60 * BILLION / 36)  # 135 GB on each of 8 ranks
     made = advice(subject(LAYERS_36), Pieces(many, NOTHING, NOTHING, 0.0))
     predictor = replace(made.predictor, machine=Machine(GPUS["h100"], 8))
-    assert fsdp.best(predictor, made.own) is None
+    assert fsdp.best(predictor, made.command_config) is None
