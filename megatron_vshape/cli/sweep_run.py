@@ -83,7 +83,7 @@ def _check_can_launch(loaded: Loaded, dry_run: bool) -> None:
 
 def _expand(loaded: Loaded, options: argparse.Namespace) -> tuple[Predictor, Expanded]:
     machine = Machine.of(loaded.cluster)
-    if not machine.known:
+    if not machine.has_measured_rates:
         print(
             f"{loaded.cluster.device.name} is not a known GPU: kernel efficiencies of known GPUs "
             "are assumed; set others with assumptions: in the cluster file"

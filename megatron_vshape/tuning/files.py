@@ -69,7 +69,7 @@ class _File(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _known_keys(cls, data: Any) -> Any:
+    def _reject_unknown_keys(cls, data: Any) -> Any:
         """Reject unknown keys before missing ones, because a missing key may be misspelled."""
         if not isinstance(data, dict):
             return data
@@ -97,7 +97,7 @@ class ExpertsPart(_File):
     shared_ffn_hidden_size: Positive | None = None  # of an expert for all tokens
 
     @model_validator(mode="after")
-    def _enough(self) -> "ExpertsPart":
+    def _check_experts_per_token(self) -> "ExpertsPart":
         if self.per_token > self.count:
             raise ValueError(f"per_token {self.per_token} is more than the {self.count} experts")
         return self
@@ -133,7 +133,7 @@ class ModelFile(_File):
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> "ModelFile":
+    def _check_heads(self) -> "ModelFile":
         if self.hidden_size % self.attention_heads:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not a multiple of attention_heads "
@@ -265,7 +265,7 @@ class RunPart(_File):
     slurm: dict[str, str | int | bool | list[str]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _lists_where_submitit_has_them(self) -> "RunPart":
+    def _check_slurm_lists(self) -> "RunPart":
         for name, value in self.slurm.items():
             if isinstance(value, list) != (name in SLURM_LISTS) and value is not False:
                 raise ValueError(
@@ -334,7 +334,7 @@ def load_sweep(path: str | Path, words: Sequence[str] = ()) -> Loaded:
         )
     else:
         subject = _subject(path.parent / sweep.model, cluster)
-    return Loaded(path, _filled(sweep, subject, path), subject, cluster)
+    return Loaded(path, _with_defaults(sweep, subject, path), subject, cluster)
 
 
 def _subject(path: Path, cluster: Cluster) -> Subject:
@@ -346,7 +346,7 @@ def _subject(path: Path, cluster: Cluster) -> Subject:
     return Subject.of_command([str(path)], path.stem)
 
 
-def _filled(sweep: Sweep, subject: Subject, path: Path) -> Sweep:
+def _with_defaults(sweep: Sweep, subject: Subject, path: Path) -> Sweep:
     """Fill in defaults from the training command."""
     if subject.translated:
         if not sweep.workloads:
@@ -398,7 +398,7 @@ def load(path: Path, kind: type[Kind]) -> Kind:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        raise SweepError(f"{path}: {_first_of(error)}") from None
+        raise SweepError(f"{path}: {_format_first_fault(error)}") from None
 
 
 class _NotReadError(Exception):
@@ -439,7 +439,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         return super().construct_mapping(node, deep)
 
 
-def _first_of(error: ValidationError) -> str:
+def _format_first_fault(error: ValidationError) -> str:
     """Format the first fault as one sentence with the key's path and the value."""
     fault, *other_faults = error.errors(include_url=False)
     suffix = f" (and {len(other_faults)} more)" if other_faults else ""
@@ -471,7 +471,7 @@ _CPU = """
 
 def of_model_file(model: ModelFile, on_cpu: bool, path: Path) -> Subject:
     """Convert a model file to Megatron's arguments, and log them."""
-    flags = [*model_flags(model), *_of_device(model, on_cpu)]
+    flags = [*model_flags(model), *_device_flags(model, on_cpu)]
     logger.info("%s as Megatron's arguments: %s", path, " ".join(flags))
     command = Command("pretrain_gpt.py", tuple(flags))
     return Subject(model.name, command, model.model_dump(mode="json"), translated=True)
@@ -509,7 +509,7 @@ def model_flags(model: ModelFile) -> list[str]:
     return flags_of(options)
 
 
-def _of_device(model: ModelFile, on_cpu: bool) -> list[str]:
+def _device_flags(model: ModelFile, on_cpu: bool) -> list[str]:
     if on_cpu:
         return _CPU
     options = {

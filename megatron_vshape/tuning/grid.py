@@ -75,7 +75,7 @@ def expand(loaded: Loaded, machine: Machine | None = None) -> Expanded:
         combinations = itertools.chain(
             (
                 (sweep.grid, config)
-                for config in _of_grid(sweep.grid, workload, machine.num_devices)
+                for config in _grid_configurations(sweep.grid, workload, machine.num_devices)
             ),
             ((run, configuration_of(run, workload)) for run in sweep.also),
         )
@@ -122,7 +122,7 @@ def _check_size(grid: Grid, num_workloads: int, loaded: Loaded) -> None:
         )
 
 
-def _of_grid(grid: Grid, workload: Workload, number: int) -> Iterator[Configuration]:
+def _grid_configurations(grid: Grid, workload: Workload, number: int) -> Iterator[Configuration]:
     names = [field.name for field in fields(Configuration) if field.name in Grid.model_fields]
     lists = {name: getattr(grid, name) or [None] for name in names}
     lists["schedule"] = list(_schedules(grid))

@@ -79,14 +79,14 @@ class _Running:
     folder: Path
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the job has ended; without SLURM accounting, its worker reports it."""
         if self.job.done():
             return True
         return self.job.state == "UNKNOWN" and (self.folder / worker.STOPPED).exists()
 
     @property
-    def in_vain(self) -> bool:
+    def is_interrupted(self) -> bool:
         """Whether a job without an outcome was ended for external reasons.
 
         slurmctld may report a job that it stopped as failed, because of its script's exit status.
@@ -94,8 +94,8 @@ class _Running:
         state = self.job.state
         if state.startswith(_NO_FAULT) or (self.folder / _CANCELLED).exists():
             return True
-        told = (self.folder / worker.STOPPED).exists()
-        return told and not state.startswith(_ENDED_FROM_OUTSIDE)
+        is_stopped = (self.folder / worker.STOPPED).exists()
+        return is_stopped and not state.startswith(_ENDED_FROM_OUTSIDE)
 
 
 @dataclass(slots=True)
@@ -106,51 +106,55 @@ class Launcher:
     predictor: Predictor
     results: Results
     folder: Path
-    say: Callable[[str], None]
+    report: Callable[[str], None]
     _total: int = 0
     _ended: int = 0
     _refused_until: float = 0.0
 
     def run(self, chosen: Sequence[Prediction], retry_failed: bool = False) -> None:
         """Run missing combinations, `run.at_once` at a time; Ctrl-C cancels running jobs."""
-        done = self.results.ended(retry_failed)
-        waiting = [each for each in chosen if self._key(each) not in done]
-        self._total, self._ended = len(chosen), len(chosen) - len(waiting)
+        finished_keys = self.results.finished_keys(retry_failed)
+        pending = [
+            prediction for prediction in chosen if self._key(prediction) not in finished_keys
+        ]
+        self._total, self._ended = len(chosen), len(chosen) - len(pending)
         if self._ended:
-            self.say(f"{self._ended} of {self._total} runs were made before")
-        waiting.reverse()
+            self.report(f"{self._ended} of {self._total} runs were made before")
+        pending.reverse()
         # Jobs in flight from an earlier sweep come first, because they may use up a quota.
-        waiting.sort(key=lambda each: self.results.job_in_flight(self._key(each)) is not None)
+        pending.sort(
+            key=lambda prediction: self.results.job_in_flight(self._key(prediction)) is not None
+        )
         running: list[_Running] = []
         times_back: Counter[str] = Counter()
-        with _cancelled(running):
-            while waiting or running:
-                self._fill(waiting, running)
-                for each in [each for each in running if each.ended]:
-                    running.remove(each)
-                    outcome = self._outcome(each, times_back[each.key])
+        with _cancel_on_interrupt(running):
+            while pending or running:
+                self._fill(pending, running)
+                for run in [run for run in running if run.has_ended]:
+                    running.remove(run)
+                    outcome = self._outcome(run, times_back[run.key])
                     if outcome is None:
-                        times_back[each.key] += 1
-                        waiting.append(each.prediction)
-                        self.say(f"again  {each.prediction.configuration} {each.job.state}")
+                        times_back[run.key] += 1
+                        pending.append(run.prediction)
+                        self.report(f"again  {run.prediction.configuration} {run.job.state}")
                     else:
-                        self._record(each.prediction, each.key, outcome)
+                        self._record(run.prediction, run.key, outcome)
                 time.sleep(POLL_S if running else 0)
 
-    def _fill(self, waiting: list[Prediction], running: list[_Running]) -> None:
+    def _fill(self, pending: list[Prediction], running: list[_Running]) -> None:
         """Start waiting runs from the end of the list, up to the maximum number."""
-        while waiting and len(running) < self.loaded.sweep.run.at_once:
+        while pending and len(running) < self.loaded.sweep.run.at_once:
             if running and time.monotonic() < self._refused_until:
                 return
             try:
-                self._start(waiting[-1], running)
+                self._start(pending[-1], running)
             except _RefusedError as error:
                 if not running:
                     raise
                 logger.warning("%s; %d others run, so it is tried again", error, len(running))
                 self._refused_until = time.monotonic() + RETRY_S
                 return
-            waiting.pop()
+            pending.pop()
 
     def _key(self, prediction: Prediction) -> str:
         return key_of(prediction.configuration, self.loaded)
@@ -159,11 +163,11 @@ class Launcher:
         """Submit a run, or take over a job of an earlier sweep."""
         key = self._key(prediction)
         folder = self.folder / key
-        left = self.results.job_in_flight(key)
-        if left is not None:
-            taken = self._take_over(prediction, key, left)
-            if taken is not None:
-                running.append(taken)
+        job_id = self.results.job_in_flight(key)
+        if job_id is not None:
+            resumed = self._take_over(prediction, key, job_id)
+            if resumed is not None:
+                running.append(resumed)
                 return
             outcome = worker.read_outcome(folder, self._num_nodes)
             if outcome is not None:
@@ -173,12 +177,12 @@ class Launcher:
         outcomes = map(worker.outcome_name, range(self._num_nodes))
         for name in (_CANCELLED, worker.STOPPED, *outcomes):
             (folder / name).unlink(missing_ok=True)
-        job = self._submitted(prediction, folder)
+        job = self._submit(prediction, folder)
         running.append(_Running(prediction, key, job, folder))
         self.results.start(key, str(job.job_id))
-        self.say(f"start  {prediction.configuration}")
+        self.report(f"start  {prediction.configuration}")
 
-    def _submitted(self, prediction: Prediction, folder: Path) -> "submitit.Job[Outcome]":
+    def _submit(self, prediction: Prediction, folder: Path) -> "submitit.Job[Outcome]":
         job = _job_of(self.loaded, prediction, folder)
         try:
             return self._executor(folder).submit(worker.run_job, job)
@@ -190,24 +194,24 @@ class Launcher:
         except (submitit.core.utils.FailedSubmissionError, OSError) as error:
             raise SweepError(f"no job can be submitted: {' '.join(str(error).split())}") from None
 
-    def _take_over(self, prediction: Prediction, key: str, left: str) -> _Running | None:
+    def _take_over(self, prediction: Prediction, key: str, job_id: str) -> _Running | None:
         """Return a SLURM job that is still queued or running; local jobs end with their sweep."""
         # The number becomes part of a path from which submitit unpickles the job's result.
-        if self.loaded.sweep.run.executor != "slurm" or not _JOB.fullmatch(left):
+        if self.loaded.sweep.run.executor != "slurm" or not _JOB.fullmatch(job_id):
             return None
         folder = self.folder / key
-        job: submitit.Job[Outcome] = _Job(folder / _JOB_FOLDER, left, range(self._num_nodes))
-        found = _Running(prediction, key, job, folder)
-        return None if found.ended else found
+        job: submitit.Job[Outcome] = _Job(folder / _JOB_FOLDER, job_id, range(self._num_nodes))
+        resumed = _Running(prediction, key, job, folder)
+        return None if resumed.has_ended else resumed
 
     def _record(self, prediction: Prediction, key: str, outcome: Outcome) -> None:
-        it = prediction.configuration
-        mfu = None if outcome.step_s is None else self.predictor.mfu(it, outcome.step_s)
+        config = prediction.configuration
+        mfu = None if outcome.step_s is None else self.predictor.mfu(config, outcome.step_s)
         predicted = prediction.step_s, prediction.peak_bytes, prediction.bubble
-        self.results.record(key, self.loaded.sweep.name, Result(it, outcome, mfu, *predicted))
+        self.results.record(key, self.loaded.sweep.name, Result(config, outcome, mfu, *predicted))
         self._ended += 1
         speed = "" if outcome.step_s is None else f" {outcome.step_s:.3f} s a step"
-        self.say(f"{outcome.status.value:6s} {it}{speed} ({self._ended} of {self._total})")
+        self.report(f"{outcome.status.value:6s} {config}{speed} ({self._ended} of {self._total})")
 
     def _outcome(self, running: _Running, times_back: int) -> Outcome | None:
         """Return the outcome of a run; None if it must be submitted again."""
@@ -215,7 +219,7 @@ class Launcher:
         if outcome is not None:
             return outcome
         job = running.job
-        if running.in_vain:
+        if running.is_interrupted:
             if times_back < MOST_TIMES_BACK:
                 return None
             why = f"its job was ended {times_back + 1} times before it had a result"
@@ -246,7 +250,7 @@ class Launcher:
             slurm.job_class = _Job
             # A job has all processors of exclusive nodes; otherwise only the requested ones.
             shares = run.slurm.get("exclusive") is False
-            asked = {
+            parameters = {
                 "job_name": self.loaded.sweep.name,
                 "time": minutes,
                 "nodes": cluster.nodes,
@@ -259,7 +263,9 @@ class Launcher:
                 **run.slurm,
             }
             # sbatch has no value for an absent flag, nor for zero GPUs without GPUs.
-            slurm.update_parameters(**{k: v for k, v in asked.items() if v is not False})
+            slurm.update_parameters(
+                **{name: value for name, value in parameters.items() if value is not False}
+            )
         except (RuntimeError, ValueError, TypeError) as error:
             raise SweepError(f"SLURM cannot be used: {error}") from None
         return slurm
@@ -267,24 +273,24 @@ class Launcher:
 
 def _job_of(loaded: Loaded, prediction: Prediction, folder: Path) -> worker.Job:
     """Return the settings of a run; an adaptive plan is written to its folder."""
-    it, run, plan = prediction.configuration, loaded.sweep.run, None
+    config, run, plan = prediction.configuration, loaded.sweep.run, None
     folder = folder.resolve()
-    if it.schedule == ADAPTIVE and prediction.schedule is not None:
+    if config.schedule == ADAPTIVE and prediction.schedule is not None:
         folder.mkdir(parents=True, exist_ok=True)
         plan = folder / "schedule.json"
         plan.write_text(prediction.schedule.to_json(), encoding="utf-8")
     return worker.Job(
-        trainer_command(loaded, it, plan),
+        trainer_command(loaded, config, plan),
         folder,
         run,
         loaded.cluster,
         launcher=os.getpid() if run.executor == "local" else None,
-        is_ordered=max(it.tensor_parallel, it.context_parallel) > 1,
+        is_ordered=max(config.tensor_parallel, config.context_parallel) > 1,
     )
 
 
 @contextmanager
-def _cancelled(running: Sequence[_Running]) -> Iterator[None]:
+def _cancel_on_interrupt(running: Sequence[_Running]) -> Iterator[None]:
     """Cancel running jobs when the sweep is interrupted.
 
     After any other failure, SLURM jobs continue, for the next sweep to take over; local jobs end
@@ -293,12 +299,12 @@ def _cancelled(running: Sequence[_Running]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        for each in running:
-            ours = not isinstance(each.job, _Job)
-            if ours or isinstance(error, KeyboardInterrupt):
+        for run in running:
+            is_local = not isinstance(run.job, _Job)
+            if is_local or isinstance(error, KeyboardInterrupt):
                 with suppress(OSError):
-                    (each.folder / _CANCELLED).touch()
-                each.job.cancel(check=False)
+                    (run.folder / _CANCELLED).touch()
+                run.job.cancel(check=False)
         raise
 
 
@@ -310,12 +316,12 @@ def dry_run(
 ) -> None:
     """Show the command of every run, for a shell on a node, instead of running it."""
     nodes = loaded.cluster.nodes
-    where = " ".join(worker.rendezvous(nodes, '"$NODE"', '"$HOST"'))
+    rendezvous_flags = " ".join(worker.rendezvous(nodes, '"$NODE"', '"$HOST"'))
     if nodes > 1:
         show(
             f"# on each of {nodes} nodes, with its number as NODE and the first one's name as HOST"
         )
-    for each in chosen:
-        job = _job_of(loaded, each, folder / key_of(each.configuration, loaded))
+    for prediction in chosen:
+        job = _job_of(loaded, prediction, folder / key_of(prediction.configuration, loaded))
         variables = [f"{name}={shlex.quote(value)}" for name, value in job.environment.items()]
-        show(" ".join([*variables, "torchrun", where, shlex.join(job.ranks)]))
+        show(" ".join([*variables, "torchrun", rendezvous_flags, shlex.join(job.ranks)]))

@@ -25,7 +25,7 @@ class Machine:
 
     gpu: Gpu
     num_devices: int
-    known: bool = True  # whether the rates are for this GPU
+    has_measured_rates: bool = True  # whether the rates are for this GPU
     copies: bool = False  # whether plans offload activations to the hosts
     moved_limit_bytes: float = math.inf  # host memory per device for them
 
@@ -38,25 +38,25 @@ class Machine:
                 was not measured on its GPU.
         """
         device, link = cluster.device, cluster.host_link
-        named = [name for name in GPUS if _has_word(device.name.lower(), name)]
-        like = GPUS[max(named, key=len, default=UNKNOWN)]
-        given = dict(cluster.assumptions)
+        matches = [name for name in GPUS if _has_word(device.name.lower(), name)]
+        like = GPUS[max(matches, key=len, default=UNKNOWN)]
+        assumptions = dict(cluster.assumptions)
         # A cluster file's own value includes NCCL's buffers.
-        communicator = 0 if "beside_gib" in given else like.communicator_bytes
-        beside = given.pop("beside_gib", _beside_gib(cluster, like))
-        known = [each.name for each in fields(Rates)]
-        for name in given:
-            if name not in known:
+        communicator = 0 if "beside_gib" in assumptions else like.communicator_bytes
+        outside_gib = assumptions.pop("beside_gib", _beside_gib(cluster, like))
+        rate_names = [rate.name for rate in fields(Rates)]
+        for name in assumptions:
+            if name not in rate_names:
                 raise SweepError(
                     f"the cluster {cluster.name:.60}: there is no assumption {name!r:.60}; there "
-                    f"are beside_gib, {', '.join(known)}"
+                    f"are beside_gib, {', '.join(rate_names)}"
                 )
         # The rates fitted to a GPU are no better guess for an unknown one than the round defaults.
-        shares = given if named else asdict(Rates()) | given
+        shares = assumptions if matches else asdict(Rates()) | assumptions
         wide = device.peak_tflops * 1e12
         gpu = replace(
             like,
-            name=like.name if named else device.name.lower(),
+            name=like.name if matches else device.name.lower(),
             memory_bytes=int(device.memory_gib * GIB),
             multiprocessors=device.processors,
             bf16_flops=wide,
@@ -67,26 +67,26 @@ class Machine:
             far_rate=cluster.between_nodes_gb_per_s * 1e9,
             node=cluster.devices_per_node,
             host_rate=like.host_rate if link is None else link.gb_per_s * 1e9,
-            beside_gib=beside,
+            beside_gib=outside_gib,
             communicator_bytes=communicator,
             shares=tuple(shares.items()),
         )
-        most = None if link is None else link.memory_gib
+        host_gib = None if link is None else link.memory_gib
         return cls(
             gpu,
             cluster.num_devices,
-            bool(named),
+            bool(matches),
             link is not None,
-            math.inf if most is None else usable_host_bytes(most * GIB),
+            math.inf if host_gib is None else usable_host_bytes(host_gib * GIB),
         )
 
     def copied(self, costs: Costs) -> Costs:
         """Make all activations of a stage offloadable, if plans use the link to the host."""
         if not self.copies:
             return costs
-        held, byte_us = costs.held_after_forward_bytes, 1e6 / self.gpu.host_rate
-        copied_us = tuple(byte_us * max(num_bytes, 1.0) for num_bytes in held)
-        return with_copies_of(costs, copied_us, held, copied_us)
+        activation_bytes, byte_us = costs.held_after_forward_bytes, 1e6 / self.gpu.host_rate
+        copied_us = tuple(byte_us * max(num_bytes, 1.0) for num_bytes in activation_bytes)
+        return with_copies_of(costs, copied_us, activation_bytes, copied_us)
 
 
 def _has_word(text: str, word: str) -> bool:
@@ -104,10 +104,10 @@ def _beside_gib(cluster: "Cluster", gpu: Gpu) -> float:
     if software is None:
         return gpu.beside_gib
     if (software, generation) not in MEASURED_GIB:
-        known = ", ".join(name for name, major in MEASURED_GIB if major == generation) or "none"
+        measured = ", ".join(name for name, major in MEASURED_GIB if major == generation) or "none"
         raise SweepError(
             f"the cluster {cluster.name:.60}: software {software} was not measured on GPUs like "
-            f"{gpu.name.upper()} (measured there: {known}). Remove software, or set the memory of "
-            "CUDA and libraries: assumptions: {beside_gib: GIB}"
+            f"{gpu.name.upper()} (measured there: {measured}). Remove software, or set the memory "
+            "of CUDA and libraries: assumptions: {beside_gib: GIB}"
         )
     return MEASURED_GIB[software, generation]

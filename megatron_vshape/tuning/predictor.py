@@ -50,7 +50,7 @@ class Counts:
     machine: Machine
     programs: Callable[[], DryRunConfig] | None = None  # None: the installed libraries
     ranks: dict[Key, Ranks | str] = field(default_factory=dict)  # by `key_of_count`
-    made: dict[Key, Counted] = field(default_factory=dict)  # by that, GPUs and pipeline ranks
+    costs: dict[Key, Counted] = field(default_factory=dict)  # by that, GPUs and pipeline ranks
 
     def count(
         self, configurations: Iterable[Configuration], report: Callable[[int, int], None]
@@ -60,53 +60,57 @@ class Counts:
         Raises:
             ScheduleError: Megatron or Transformer Engine is not available for the estimate.
         """
-        alike = (it.counted_as(self.subject) for it in configurations)
-        wanted = {key: it for it in alike if (key := key_of_count(it)) not in self.ranks}
+        counted_configs = (config.counted_as(self.subject) for config in configurations)
+        missing = {
+            key: config
+            for config in counted_configs
+            if (key := key_of_count(config)) not in self.ranks
+        }
         subject = self.subject
-        if not wanted:
+        if not missing:
             return 0, 0
         if self.programs is None:
-            config = DryRunConfig.of(subject.command, self.machine.gpu)
+            dry_run_config = DryRunConfig.of(subject.command, self.machine.gpu)
         else:
-            config = self.programs()
-        commands = [it.counted_command(subject) for it in wanted.values()]
-        found = count_all(config, commands, report)
-        self.ranks |= zip(wanted, found, strict=True)
-        return len(found), sum(isinstance(each, str) for each in found)
+            dry_run_config = self.programs()
+        commands = [config.counted_command(subject) for config in missing.values()]
+        results = count_all(dry_run_config, commands, report)
+        self.ranks |= zip(missing, results, strict=True)
+        return len(results), sum(isinstance(result, str) for result in results)
 
-    def __call__(self, it: Configuration) -> Counted:
+    def __call__(self, config: Configuration) -> Counted:
         """Return the costs of a configuration.
 
         Raises:
             SweepError: the configuration cannot be estimated; the text contains the reason.
         """
-        key = key_of_count(it.counted_as(self.subject))
+        key = key_of_count(config.counted_as(self.subject))
         if key not in self.ranks:
-            self.count([it], lambda *_: None)
-        ranks, world, pipeline = self.ranks[key], it.num_devices, it.pipeline_parallel
+            self.count([config], lambda *_: None)
+        ranks, world, pipeline = self.ranks[key], config.num_devices, config.pipeline_parallel
         key = (*key, world, pipeline)
-        if key not in self.made:
-            command = it.command(self.subject)
+        if key not in self.costs:
+            command = config.command(self.subject)
             try:
-                self.made[key] = counted(ranks, command, self.machine.gpu, world, pipeline)
+                self.costs[key] = counted(ranks, command, self.machine.gpu, world, pipeline)
             except ScheduleError as error:
                 raise SweepError(str(error)) from None
-        return self.made[key]
+        return self.costs[key]
 
 
-def key_of_count(it: Configuration) -> Key:
+def key_of_count(config: Configuration) -> Key:
     """Return the settings that determine the counted work: not the pipeline and its replicas."""
     return (
-        it.sequence_length,
-        it.microbatch_size,
-        it.tensor_parallel,
-        it.context_parallel,
-        it.expert_parallel,
-        it.recompute,
-        it.format,
-        it.features,
+        config.sequence_length,
+        config.microbatch_size,
+        config.tensor_parallel,
+        config.context_parallel,
+        config.expert_parallel,
+        config.recompute,
+        config.format,
+        config.features,
         # Keys of recorded counts must not change: all of them use sequence parallelism.
-        *(() if it.sequence_parallel else (False,)),
+        *(() if config.sequence_parallel else (False,)),
     )
 
 
@@ -175,23 +179,27 @@ class Predictor:
     post_validation: bool = False
     headroom_bytes: float = 0.0  # kept free on every device
 
-    def allocatable_bytes(self, it: Configuration) -> float:
+    def allocatable_bytes(self, config: Configuration) -> float:
         """Limit of torch's allocator with the configuration's communicators."""
-        communicators = self.counts(it).communicators
+        communicators = self.counts(config).communicators
         return self.machine.gpu.allocatable_bytes(communicators, self.headroom_bytes)
 
-    def __call__(self, it: Configuration, budget: Budget | None = None) -> Prediction:
+    def __call__(self, config: Configuration, budget: Budget | None = None) -> Prediction:
         """Predict the configuration; a search ends with the budget."""
         try:
-            return self.planned(it, budget) if it.schedule == ADAPTIVE else self.published(it)
+            return (
+                self.planned(config, budget)
+                if config.schedule == ADAPTIVE
+                else self.published(config)
+            )
         except SweepError as error:
-            return Prediction(it, Verdict.NO_PLAN, 0.0, reason=str(error))
+            return Prediction(config, Verdict.NO_PLAN, 0.0, reason=str(error))
         except ScheduleError as error:
-            raise SweepError(f"{it}: {error}") from None
+            raise SweepError(f"{config}: {error}") from None
 
     def published(
         self,
-        it: Configuration,
+        config: Configuration,
         layers: Sequence[int] | None = None,
         is_stock: bool = False,
         always: bool = False,
@@ -199,7 +207,7 @@ class Predictor:
         """Predict the configuration's published schedule, or that of its schedule file.
 
         Args:
-            it: the configuration.
+            config: the configuration.
             layers: layers of every stage, if not those of the configuration's layout.
             is_stock: as stock Megatron runs it.
             always: predict its times too if it does not fit.
@@ -207,10 +215,12 @@ class Predictor:
         Raises:
             ScheduleError: the schedule does not exist, or does not support these sizes.
         """
-        schedule = published_schedule(it.schedule, it.pipeline_parallel, it.num_microbatches)
-        costs = self.costs(it, schedule.placement, layers)
-        costs = under_megatron(costs, self.counts(it).message_bytes) if is_stock else costs
-        return self.evaluated(it, schedule, costs, always=always, is_stock=is_stock)
+        schedule = published_schedule(
+            config.schedule, config.pipeline_parallel, config.num_microbatches
+        )
+        costs = self.costs(config, schedule.placement, layers)
+        costs = under_megatron(costs, self.counts(config).message_bytes) if is_stock else costs
+        return self.evaluated(config, schedule, costs, always=always, is_stock=is_stock)
 
     def survey(
         self, configurations: Iterable[Configuration], margin: float, budget: Budget | None = None
@@ -223,62 +233,65 @@ class Predictor:
         once the budget is used up.
         """
         best: dict[tuple[int, int], float] = {}
-        least_s = [
-            (self.least_s(it) if it.schedule == ADAPTIVE else 0.0, it) for it in configurations
+        bounds = [
+            (self.least_s(config) if config.schedule == ADAPTIVE else 0.0, config)
+            for config in configurations
         ]
-        for least, it in sorted(least_s, key=lambda each: each[0]):
-            fastest = best.get(it.workload, math.inf)
-            if it.schedule == ADAPTIVE and budget is not None and budget.stopped():
-                yield Prediction(it, Verdict.NOT_PLANNED, 0.0, reason=TIME_LIMIT)
+        for bound_s, config in sorted(bounds, key=lambda bound: bound[0]):
+            fastest = best.get(config.workload, math.inf)
+            if config.schedule == ADAPTIVE and budget is not None and budget.stopped():
+                yield Prediction(config, Verdict.NOT_PLANNED, 0.0, reason=TIME_LIMIT)
                 continue
-            if least > fastest * (1 + margin) and not it.arguments:
-                slower = f"even without a bubble {100 * (least / fastest - 1):.0f} % slower"
+            if bound_s > fastest * (1 + margin) and not config.arguments:
+                slower = f"even without a bubble {100 * (bound_s / fastest - 1):.0f} % slower"
                 reason = f"{slower} than the best"
-                yield Prediction(it, Verdict.NOT_PLANNED, 0.0, reason=reason)
+                yield Prediction(config, Verdict.NOT_PLANNED, 0.0, reason=reason)
                 continue
-            found = self(it, budget)
-            best[it.workload] = min(fastest, step(found))
-            yield found
+            prediction = self(config, budget)
+            best[config.workload] = min(fastest, step(prediction))
+            yield prediction
 
-    def least_s(self, it: Configuration) -> float:
+    def least_s(self, config: Configuration) -> float:
         """Return the step time without idle time of the busiest device, on the best placement."""
-        least = math.inf
+        min_us = math.inf
         try:
-            for placement in _placements(it):
-                costs = self.costs(it, placement)
-                busy_us = costs.busy_us(placement, it.pipeline_parallel, it.num_microbatches)
-                least = min(least, busy_us + self.counts(it).after_us(costs, placement))
+            for placement in _placements(config):
+                costs = self.costs(config, placement)
+                busy_us = costs.busy_us(
+                    placement, config.pipeline_parallel, config.num_microbatches
+                )
+                min_us = min(min_us, busy_us + self.counts(config).after_us(costs, placement))
         except SweepError:  # reported by its prediction
             return 0.0
-        return least * 1e-6
+        return min_us * 1e-6
 
-    def pieces(self, it: Configuration) -> Pieces:
+    def pieces(self, config: Configuration) -> Pieces:
         """Return the counted costs of a layer and of both ends."""
-        return it.adapted(self.counts(it).pieces, self.subject)
+        return config.adapted(self.counts(config).pieces, self.subject)
 
     def costs(
-        self, it: Configuration, placement: Placement, layers: Sequence[int] | None = None
+        self, config: Configuration, placement: Placement, layers: Sequence[int] | None = None
     ) -> Costs:
         """Return the costs of stages with these layers, or with those of the layout."""
-        pieces = self.pieces(it)
-        layers = layers or layers_of_stages(it, self.subject, placement)
+        pieces = self.pieces(config)
+        layers = layers or layers_of_stages(config, self.subject, placement)
         # With passes of no stage, the ends of the model belong to all devices.
         if pieces.others:
             return pieces.costs(tuple(layers))
         costs = self.with_embeddings(pieces, placement).costs(tuple(layers))
-        return self.machine.copied(costs) if it.schedule == ADAPTIVE else costs
+        return self.machine.copied(costs) if config.schedule == ADAPTIVE else costs
 
     def with_embeddings(self, pieces: Pieces, placement: Placement) -> Pieces:
         """Add the copy of the embedding to the last stage, if the model and placement have one."""
         # In a V, the device of the last stage has the embedding anyway.
         if placement[0] == placement[-1] or not self.subject.copies_embedding:
             return pieces
-        more = pieces.last.state_bytes + pieces.first.state_bytes
-        return replace(pieces, last=replace(pieces.last, state_bytes=more))
+        state_bytes = pieces.last.state_bytes + pieces.first.state_bytes
+        return replace(pieces, last=replace(pieces.last, state_bytes=state_bytes))
 
     def evaluated(
         self,
-        it: Configuration,
+        config: Configuration,
         schedule: Schedule,
         costs: Costs,
         timeline: Timeline | None = None,
@@ -290,18 +303,23 @@ class Predictor:
         `timeline` is given if planning has simulated it already.
         """
         schedule = with_all_kinds(schedule, costs)
-        gpu, communicators = self.machine.gpu, self.counts(it).communicators
+        gpu, communicators = self.machine.gpu, self.counts(config).communicators
         outside = gpu.outside_bytes(communicators)
         fixed = costs.fixed_bytes(schedule.placement, schedule.num_devices)
         ranks = tuple(
-            RankPeak(own - costs.device_bytes, held - own, costs.device_bytes, outside)
-            for own, held in zip(fixed, peak_held(schedule, costs), strict=True)
+            RankPeak(
+                fixed_bytes - costs.device_bytes,
+                peak_bytes - fixed_bytes,
+                costs.device_bytes,
+                outside,
+            )
+            for fixed_bytes, peak_bytes in zip(fixed, peak_held(schedule, costs), strict=True)
         )
-        needed = list(map(sum, ranks))
-        peak = max(needed)
+        rank_peaks = list(map(sum, ranks))
+        peak = max(rank_peaks)
         fit = gpu.fit_of(peak - outside, communicators, self.headroom_bytes)
-        found = Prediction(
-            it,
+        prediction = Prediction(
+            config,
             Verdict.RUNS,
             peak,
             schedule=schedule,
@@ -312,28 +330,28 @@ class Predictor:
         )
         if fit is not Fit.FITS:
             limit = gpu.memory_bytes - self.headroom_bytes
-            gib = f"{peak / GIB:.1f} of {limit / GIB:.1f} GiB on device {needed.index(peak)}"
-            found = replace(found, verdict=Verdict.OUT_OF_MEMORY, reason=f"needs {gib}")
+            gib = f"{peak / GIB:.1f} of {limit / GIB:.1f} GiB on device {rank_peaks.index(peak)}"
+            prediction = replace(prediction, verdict=Verdict.OUT_OF_MEMORY, reason=f"needs {gib}")
             if not always:
-                return found
+                return prediction
         timeline = timeline or simulate(schedule, costs)
-        after_us = self.counts(it).after_us(costs, schedule.placement)
+        after_us = self.counts(config).after_us(costs, schedule.placement)
         passes_us, bubble = timeline.makespan, timeline.bubble
         if self.post_validation and not is_stock:  # no barrier between steps
             passes_us, bubble = timeline.span, timeline.span_bubble
         step_s = 1e-6 * (passes_us + after_us)
-        return replace(found, step_s=step_s, mfu=self.mfu(it, step_s), bubble=bubble)
+        return replace(prediction, step_s=step_s, mfu=self.mfu(config, step_s), bubble=bubble)
 
-    def mfu(self, it: Configuration, step_s: float) -> float:
+    def mfu(self, config: Configuration, step_s: float) -> float:
         """Return the fraction of the devices' peak FLOPS that a step with this time achieves."""
-        flops = self.subject.flops(it.sequence_length, it.global_batch_size)
+        flops = self.subject.flops(config.sequence_length, config.global_batch_size)
         if self.subject.command.has("--multi-latent-attention"):  # not described by its widths
-            counted, ranks = self.counts(it), it.num_devices / it.pipeline_parallel
+            counted, ranks = self.counts(config), config.num_devices / config.pipeline_parallel
             microbatch = self.subject.layers * counted.layer_flops + counted.ends_flops
-            flops = 3 * microbatch * it.num_microbatches * ranks
-        return flops / (step_s * self.machine.gpu.bf16_flops * it.num_devices)
+            flops = 3 * microbatch * config.num_microbatches * ranks
+        return flops / (step_s * self.machine.gpu.bf16_flops * config.num_devices)
 
-    def planned(self, it: Configuration, budget: Budget | None = None) -> Prediction:
+    def planned(self, config: Configuration, budget: Budget | None = None) -> Prediction:
         """Predict the best plan over all placements, with the layers of the configuration's layout.
 
         The memory left by the parameters depends on the placement: in a V, the embedding and the
@@ -342,69 +360,73 @@ class Predictor:
         Raises:
             SweepError: no plan fits on any placement.
         """
-        found, reasons = [], []
-        limits = [self.allocatable_bytes(it)] * it.pipeline_parallel
+        predictions, reasons = [], []
+        limits = [self.allocatable_bytes(config)] * config.pipeline_parallel
         objective = Objective.SPAN if self.post_validation else Objective.MAKESPAN
-        most = self.machine.moved_limit_bytes
-        for placement in _placements(it):
-            costs = self.costs(it, placement)
+        moved_limit_bytes = self.machine.moved_limit_bytes
+        for placement in _placements(config):
+            costs = self.costs(config, placement)
             try:
-                timeline = plan_adaptive(it, placement, costs, limits, objective, most, budget)
-                found.append(self.evaluated(it, timeline.schedule, costs, timeline))
+                timeline = plan_adaptive(
+                    config, placement, costs, limits, objective, moved_limit_bytes, budget
+                )
+                predictions.append(self.evaluated(config, timeline.schedule, costs, timeline))
             except SweepError as error:
                 reasons.append(str(error))
-        if not found:
+        if not predictions:
             raise SweepError(reasons[0])
-        return min(found, key=step)
+        return min(predictions, key=step)
 
     def planned_with_layers(
-        self, it: Configuration, pieces: Pieces, seconds: float
+        self, config: Configuration, pieces: Pieces, seconds: float
     ) -> Prediction | None:
         """Predict the best plan over all placements, with layers balanced for each of them.
 
         Args:
-            it: the configuration; its layout and schedule are ignored.
+            config: the configuration; its layout and schedule are ignored.
             pieces: costs of a layer and of both ends of the model.
             seconds: search time.
 
         Returns:
             The prediction, or None if no plan fits.
         """
-        ranks, num_layers = it.pipeline_parallel, self.subject.layers
+        ranks, num_layers = config.pipeline_parallel, self.subject.layers
         request = PlanRequest(
             AUTO,
             ranks,
-            it.num_microbatches,
-            limit=self.allocatable_bytes(it),
+            config.num_microbatches,
+            limit=self.allocatable_bytes(config),
             layers=(pieces, num_layers),
             costs=pieces.costs(even_layers(2 * ranks, looping(ranks, 2))),
             chunks=tuple(n for n in (1, 2, 3) if n * ranks <= num_layers + 2),
             seconds=seconds,
         )
         try:
-            found = plan_request(request, Budget(PATIENCE * seconds))
+            result = plan_request(request, Budget(PATIENCE * seconds))
         except ScheduleError:
             return None
-        name = ADAPTIVE if found.baseline is None else str(found.baseline)
-        if found.is_megatrons:
-            stock = self.published(replace(it, schedule=name), found.costs.layers, is_stock=True)
+        name = ADAPTIVE if result.baseline is None else str(result.baseline)
+        if result.is_megatrons:
+            stock = self.published(
+                replace(config, schedule=name), result.costs.layers, is_stock=True
+            )
             if stock.fits:
                 return stock
             name = ADAPTIVE  # from a file, this package runs these passes with less memory
         # The search does not include the copy of the embedding on the last stage.
-        pieces = self.with_embeddings(pieces, found.schedule.placement)
-        costs = pieces.costs(found.costs.layers or ())
-        made = self.evaluated(replace(it, schedule=name), found.schedule, costs)
-        return made if made.fits else None
+        pieces = self.with_embeddings(pieces, result.schedule.placement)
+        costs = pieces.costs(result.costs.layers or ())
+        prediction = self.evaluated(replace(config, schedule=name), result.schedule, costs)
+        return prediction if prediction.fits else None
 
 
-def _placements(it: Configuration) -> Sequence[Placement]:
-    devices = it.pipeline_parallel
+def _placements(config: Configuration) -> Sequence[Placement]:
+    devices = config.pipeline_parallel
     return default_placements(devices, count_stages(ADAPTIVE, devices))
 
 
 def plan_adaptive(
-    it: Configuration,
+    config: Configuration,
     placement: Placement,
     costs: Costs,
     limits_bytes: Sequence[float],
@@ -420,14 +442,14 @@ def plan_adaptive(
     Raises:
         SweepError: the limits are infeasible.
     """
-    fixed = max(costs.fixed_bytes(placement, it.pipeline_parallel))
+    fixed = max(costs.fixed_bytes(placement, config.pipeline_parallel))
     if fixed >= min(limits_bytes):
         over = (fixed - min(limits_bytes)) / GIB
         raise SweepError(f"parameters and their states alone are {over:.1f} GiB too much")
     request = PlanRequest(
         AUTO,
-        it.pipeline_parallel,
-        it.num_microbatches,
+        config.pipeline_parallel,
+        config.num_microbatches,
         costs,
         limit=limits_bytes,
         moved_limit=moved_limit_bytes,
@@ -438,7 +460,9 @@ def plan_adaptive(
         schedule = plan_request(request, budget).schedule
     except LimitError as error:
         raise SweepError(
-            error.format_message(lambda held: f"{format_sufficient_limit(held / GIB)} GiB")
+            error.format_message(
+                lambda num_bytes: f"{format_sufficient_limit(num_bytes / GIB)} GiB"
+            )
         ) from None
     except ScheduleError as error:
         raise SweepError(str(error).splitlines()[0]) from None

@@ -11,23 +11,23 @@ from megatron_vshape.tuning.predictor import Prediction, step
 
 
 def kendall_tau(
-    one: Sequence[float], other: Sequence[float], groups: Sequence[object] | None = None
+    first: Sequence[float], second: Sequence[float], groups: Sequence[object] | None = None
 ) -> float | None:
     """Compute Kendall's tau-b of two rankings: 1 same order, -1 reverse order, 0 unrelated.
 
     With `groups` (one per value), only values of the same group are compared. None if undefined:
     fewer than two values, or all values of one side are equal.
     """
-    agree = ties_one = ties_other = pairs = 0
-    among = zip(one, other, groups or [None] * len(one), strict=True)
-    for (a, b, group), (c, d, its) in itertools.combinations(among, 2):
-        if group != its:
+    agree = ties_first = ties_second = pairs = 0
+    entries = zip(first, second, groups or [None] * len(first), strict=True)
+    for (a, b, group), (c, d, other_group) in itertools.combinations(entries, 2):
+        if group != other_group:
             continue
         pairs += 1
-        ties_one += a == c
-        ties_other += b == d
+        ties_first += a == c
+        ties_second += b == d
         agree += ((a > c) - (a < c)) * ((b > d) - (b < d))
-    scale = math.sqrt((pairs - ties_one) * (pairs - ties_other))
+    scale = math.sqrt((pairs - ties_first) * (pairs - ties_second))
     return agree / scale if scale else None
 
 
@@ -48,37 +48,37 @@ def prune(predictions: Iterable[Prediction], pruning: Pruning) -> Pruned:
     run: list[Prediction] = []
     dropped: list[Dropped] = []
     groups: dict[tuple[int, int], list[Prediction]] = {}
-    for each in predictions:
-        groups.setdefault(each.configuration.workload, []).append(each)
+    for prediction in predictions:
+        groups.setdefault(prediction.configuration.workload, []).append(prediction)
     for group in groups.values():
-        fitting = sorted((each for each in group if each.fits), key=step)
+        fitting = sorted((prediction for prediction in group if prediction.fits), key=step)
         dropped += [
-            Dropped(each.configuration, f"predicted {each.verdict}", each.reason)
-            for each in group
-            if not each.fits
+            Dropped(prediction.configuration, f"predicted {prediction.verdict}", prediction.reason)
+            for prediction in group
+            if not prediction.fits
         ]
-        for place, each in enumerate(fitting):
-            reason = _beaten(each, place, fitting, pruning)
+        for position, prediction in enumerate(fitting):
+            reason = _pruning_reason(prediction, position, fitting, pruning)
             if not reason:
-                run.append(each)
+                run.append(prediction)
             else:
                 kind = f"predicted too far behind the best (margin {pruning.margin:.0%})"
-                dropped.append(Dropped(each.configuration, kind, reason))
+                dropped.append(Dropped(prediction.configuration, kind, reason))
     return Pruned(tuple(run), tuple(dropped))
 
 
-def _beaten(
-    each: Prediction, place: int, fitting: Sequence[Prediction], pruning: Pruning
+def _pruning_reason(
+    prediction: Prediction, position: int, fitting: Sequence[Prediction], pruning: Pruning
 ) -> str | None:
     """Return the reason why the prediction at `place` among those that fit is not worth a run."""
-    it = each.configuration
-    better = {other.configuration.schedule for other in fitting[:place]}
-    if it.arguments or it.schedule not in better:
+    config = prediction.configuration
+    faster_schedules = {faster.configuration.schedule for faster in fitting[:position]}
+    if config.arguments or config.schedule not in faster_schedules:
         return None
-    slower = step(each) / step(fitting[0]) - 1
+    slower = step(prediction) / step(fitting[0]) - 1
     if slower > pruning.margin:
         best = fitting[0].configuration
         return f"predicted {100 * slower:.0f} % slower than {best}"
-    if pruning.at_most is not None and place >= pruning.at_most:
-        return f"predicted only the {place + 1}th best; at most {pruning.at_most} run"
+    if pruning.at_most is not None and position >= pruning.at_most:
+        return f"predicted only the {position + 1}th best; at most {pruning.at_most} run"
     return None

@@ -54,25 +54,25 @@ class Row:
 
 def rows_of(predictions: Iterable[Prediction], results: Iterable[Result] = ()) -> list[Row]:
     """Return one row per prediction, with measurements where there are any."""
-    measured = {each.configuration: each for each in results}
-    return [Row(each, measured.get(each.configuration)) for each in predictions]
+    measured = {result.configuration: result for result in results}
+    return [Row(prediction, measured.get(prediction.configuration)) for prediction in predictions]
 
 
 def prediction_of(result: Result, predictor: Predictor) -> Prediction:
     """Return the prediction that was recorded before a run."""
-    it, step_s = result.configuration, result.predicted_step_s
-    mfu = None if step_s is None else predictor.mfu(it, step_s)
+    config, step_s = result.configuration, result.predicted_step_s
+    mfu = None if step_s is None else predictor.mfu(config, step_s)
     peak_bytes, bubble = result.predicted_peak_bytes, result.predicted_bubble
-    return Prediction(it, Verdict.RUNS, peak_bytes, step_s, mfu, bubble)
+    return Prediction(config, Verdict.RUNS, peak_bytes, step_s, mfu, bubble)
 
 
 def _by_rank(ranks: Sequence[RankPeak]) -> dict[str, str]:
     """Format the predicted memory of every rank in GiB: the sum, and its parts."""
     parts = {
-        "all": [sum(each) for each in ranks],
-        "parameters, states": [each.states for each in ranks],
-        "activations": [each.activations for each in ranks],
-        "context, buffers": [each.buffers + each.context for each in ranks],
+        "all": [sum(peak) for peak in ranks],
+        "parameters, states": [peak.states for peak in ranks],
+        "activations": [peak.activations for peak in ranks],
+        "context, buffers": [peak.buffers + peak.context for peak in ranks],
     }
     return {
         name: " ".join(f"{value / GIB:.2f}" for value in values) for name, values in parts.items()
@@ -98,8 +98,8 @@ def best_rows(rows: Iterable[Row]) -> list[Row]:
     """
     best: dict[tuple[tuple[int, int], str, tuple[str, ...]], Row] = {}
     for row in rows:
-        it = row.configuration
-        key = (it.workload, it.schedule, it.features)
+        config = row.configuration
+        key = (config.workload, config.schedule, config.features)
         if key not in best or _rank(row) > _rank(best[key]):
             best[key] = row
     return sorted(best.values(), key=lambda row: row.configuration.workload)
@@ -133,25 +133,30 @@ def _result_table(rows: Sequence[Row]) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    it, predicted, outcome = row.configuration, row.prediction, row.outcome
-    sizes = (it.data_parallel, it.tensor_parallel, it.pipeline_parallel, it.context_parallel)
+    config, predicted, outcome = row.configuration, row.prediction, row.outcome
+    sizes = (
+        config.data_parallel,
+        config.tensor_parallel,
+        config.pipeline_parallel,
+        config.context_parallel,
+    )
     mfu = None if row.result is None else row.result.mfu
     return [
-        display_name(it.schedule),
-        _both(row, mfu, predicted.mfu, 100, 2),
-        _both(row, outcome.step_s, predicted.step_s, 1, 3),
-        _both(row, outcome.bubble, predicted.bubble, 100, 1),
-        _both(row, outcome.peak_bytes, predicted.peak_bytes or None, 1 / GIB, 1),
-        " ".join(map(str, (*sizes, it.microbatch_size))),
+        display_name(config.schedule),
+        _measured_and_predicted(row, mfu, predicted.mfu, 100, 2),
+        _measured_and_predicted(row, outcome.step_s, predicted.step_s, 1, 3),
+        _measured_and_predicted(row, outcome.bubble, predicted.bubble, 100, 1),
+        _measured_and_predicted(row, outcome.peak_bytes, predicted.peak_bytes or None, 1 / GIB, 1),
+        " ".join(map(str, (*sizes, config.microbatch_size))),
     ]
 
 
-def _both(
+def _measured_and_predicted(
     row: Row, measured: float | None, predicted: float | None, scale: float, digits: int
 ) -> str:
     """Format a measured value with the predicted one in brackets, or the predicted value only."""
     texts = [
-        "-" if each is None else f"{each * scale:.{digits}f}" for each in (measured, predicted)
+        "-" if value is None else f"{value * scale:.{digits}f}" for value in (measured, predicted)
     ]
     return texts[1] if row.result is None else f"{texts[0]} ({texts[1]})"
 
@@ -191,15 +196,15 @@ def ranking_line(rows: Iterable[Row]) -> str:
     Runs are compared within a workload, because longer sequences or larger batches are always
     slower.
     """
-    found = [
+    step_times = [
         (row.prediction.step_s, row.outcome.step_s, row.configuration.workload)
         for row in rows
         if row.prediction.step_s is not None and row.outcome.step_s is not None
     ]
-    tau = kendall_tau(*zip(*found, strict=True)) if found else None
+    tau = kendall_tau(*zip(*step_times, strict=True)) if step_times else None
     if tau is None:
         return "Kendall's tau of predicted and measured step times: too few runs to say"
     return (
-        f"Kendall's tau of predicted and measured step times over {len(found)} runs: {tau:+.2f} "
-        "(1: the same order)"
+        f"Kendall's tau of predicted and measured step times over {len(step_times)} runs: "
+        f"{tau:+.2f} (1: the same order)"
     )

@@ -80,23 +80,23 @@ def key_of(configuration: Configuration, loaded: Loaded) -> str:
     """Return the identity of a run: a different command or plan is a different run."""
     run = loaded.sweep.run
     # Keys of existing runs must not change: older files lack some fields, others were removed.
-    cluster = loaded.cluster.model_dump(mode="json").items()
-    given = {name: value for name, value in cluster if value is not None}
-    it = configuration.swept
-    if it["expert_parallel"] == 1:
-        del it["expert_parallel"]
-    if it["format"] == GIVEN:
-        del it["format"]
-    what = {
-        "combination": it,
+    cluster_settings = loaded.cluster.model_dump(mode="json").items()
+    cluster_values = {name: value for name, value in cluster_settings if value is not None}
+    combination = configuration.swept
+    if combination["expert_parallel"] == 1:
+        del combination["expert_parallel"]
+    if combination["format"] == GIVEN:
+        del combination["format"]
+    identity = {
+        "combination": combination,
         "model": loaded.subject.identity,
-        "cluster": given | {"shared_processors": None},
+        "cluster": cluster_values | {"shared_processors": None},
         "costs": None,  # earlier versions planned for measured costs
         "post_validation": loaded.sweep.post_validation,
         "steps": [run.warmup_steps, run.measured_steps, run.statistic],
         "script": [run.script, run.arguments, run.environment, run.threads],
     }
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class Results:
@@ -105,7 +105,7 @@ class Results:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
 
-    def ended(self, retry_failed: bool = False) -> set[str]:
+    def finished_keys(self, retry_failed: bool = False) -> set[str]:
         """Return the keys of finished runs; with `retry_failed`, without failed ones.
 
         A failed run keeps its row until its retry ends. While the retry is in flight, it is not
@@ -157,7 +157,7 @@ class Results:
     def read(self, keys: Collection[str]) -> list[Result]:
         """Return the results of these runs in the order of their arrival.
 
-        Selected by key, not by the sweep's name: `ended` uses only keys, and results that are not
+        Selected by key, not by the sweep's name: `finished_keys` uses only keys, and results that are not
         run again are shown too.
         """
         rows = self._connection.execute("SELECT * FROM results ORDER BY rowid")
@@ -186,8 +186,8 @@ def _result(row: Sequence[Any]) -> Result:
         raise ValueError("its predicted memory or its log is missing")
     outcome = Outcome(Status(status), step_s, peak_bytes, bubble, log_tail)
     stored = _Stored.model_validate_json(text)
-    it = configuration_of(stored, stored)
-    return Result(it, outcome, mfu, predicted_s, predicted_bytes, predicted_bubble)
+    config = configuration_of(stored, stored)
+    return Result(config, outcome, mfu, predicted_s, predicted_bytes, predicted_bubble)
 
 
 @contextmanager
@@ -211,7 +211,7 @@ def open_results(path: Path) -> Iterator[Results]:
                 f"{path} cannot be locked against other sweeps: {error.strerror}; name a file on "
                 "another file system with --results"
             ) from None
-        with _connected(path, writing=True) as connection:
+        with _connect(path, writing=True) as connection:
             _prepare(connection, path)
             yield Results(connection)
 
@@ -225,13 +225,13 @@ def read_results(path: Path) -> Iterator[Results]:
     """
     if not path.is_file():
         raise SweepError(f"{path}: there are no results yet; --results names another file")
-    with _connected(path, writing=False) as connection:
+    with _connect(path, writing=False) as connection:
         _check(connection, path)
         yield Results(connection)
 
 
 @contextmanager
-def _connected(path: Path, writing: bool) -> Iterator[sqlite3.Connection]:
+def _connect(path: Path, writing: bool) -> Iterator[sqlite3.Connection]:
     # A reader needs write access too: it may be the first to roll back a killed commit.
     uri = f"{path.absolute().as_uri()}?mode={'rwc' if writing else 'rw'}"
     try:
@@ -240,18 +240,18 @@ def _connected(path: Path, writing: bool) -> Iterator[sqlite3.Connection]:
             yield connection
     # SQLite's message about a damaged schema quotes text that may not be UTF-8.
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
-        raise SweepError(_told(error, path, "written" if writing else "read")) from None
+        raise SweepError(_format_fault(error, path, "written" if writing else "read")) from None
 
 
-def _told(error: Exception, path: Path, done: str) -> str:
+def _format_fault(error: Exception, path: Path, operation: str) -> str:
     """Format the fault of the file or of its disk, with a fix."""
     # Operational errors concern the disk, except for SQL errors from a damaged schema, and for text
     # that is not UTF-8 (which has no code).
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
     if isinstance(error, sqlite3.OperationalError) and code != sqlite3.SQLITE_ERROR:
         return (
-            f"{path} cannot be {done}: {error}; the results so far are kept: make it writable and "
-            "sweep again, or name another with --results"
+            f"{path} cannot be {operation}: {error}; the results so far are kept: make it writable "
+            "and sweep again, or name another with --results"
         )
     return (
         f"{path} is not a results file, or a damaged one ({error}): move it away, or name another "
@@ -274,12 +274,12 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
 
 def _check(connection: sqlite3.Connection, path: Path) -> None:
     """Raise SweepError if the database is not a results file."""
-    found = _schema(connection)
-    if not found:
+    schema = _schema(connection)
+    if not schema:
         raise SweepError(f"{path}: there are no results yet; --results names another file")
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if (application, version, found) != (APPLICATION, FORMAT, _TABLES):
+    if (application, version, schema) != (APPLICATION, FORMAT, _TABLES):
         raise SweepError(
             f"{path} is a database, but not a results file of this version: move it away, or name "
             "another with --results"

@@ -20,25 +20,25 @@ _TRAINING = (
 
 
 def trainer_command(
-    loaded: Loaded, it: Configuration, schedule_file: Path | None = None
+    loaded: Loaded, config: Configuration, schedule_file: Path | None = None
 ) -> list[str]:
     """Return the trainer's script and flags; the sweep's own flags come last to take precedence.
 
     `schedule_file` replaces the schedule's name, for planned schedules.
     """
     run, subject = loaded.sweep.run, loaded.subject
-    split = AUTO_SPLIT if it.layout is Layout.AUTO else ""
-    if it.layout is Layout.BALANCED:
-        stages = count_stages(it.schedule, it.pipeline_parallel)
-        placement = looping(it.pipeline_parallel, stages // it.pipeline_parallel)
-        split = ",".join(map(str, layers_of_stages(it, subject, placement)))
-    flags = [*it.command(subject).flags]
-    for each in it.schedule_flags(str(schedule_file or it.schedule), split).items():
-        flags += filter(None, each)
+    split = AUTO_SPLIT if config.layout is Layout.AUTO else ""
+    if config.layout is Layout.BALANCED:
+        stages = count_stages(config.schedule, config.pipeline_parallel)
+        placement = looping(config.pipeline_parallel, stages // config.pipeline_parallel)
+        split = ",".join(map(str, layers_of_stages(config, subject, placement)))
+    flags = [*config.command(subject).flags]
+    for flag in config.schedule_flags(str(schedule_file or config.schedule), split).items():
+        flags += filter(None, flag)
     flags += ["--train-iters", str(run.warmup_steps + run.measured_steps)]
     flags += loaded.cluster.flags_of_plans if schedule_file is not None else []
     if loaded.sweep.post_validation:
         flags += " ".join(POST_VALIDATION).split()
     if subject.translated:
         flags += _TRAINING
-    return [run.script, *flags, *run.arguments, *it.arguments]
+    return [run.script, *flags, *run.arguments, *config.arguments]

@@ -65,12 +65,12 @@ class Job:
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables of the trainer in addition to the node's."""
-        given = {"OMP_NUM_THREADS": str(self.run.threads)}
+        variables = {"OMP_NUM_THREADS": str(self.run.threads)}
         if self.cluster.backend == "gloo":
-            given["CUDA_VISIBLE_DEVICES"] = ""
+            variables["CUDA_VISIBLE_DEVICES"] = ""
         if self.is_ordered:
-            given |= {name: os.environ.get(name, value) for name, value in CONNECTIONS.items()}
-        return given | self.run.environment
+            variables |= {name: os.environ.get(name, value) for name, value in CONNECTIONS.items()}
+        return variables | self.run.environment
 
 
 def run_job(job: Job) -> Outcome:
@@ -80,12 +80,12 @@ def run_job(job: Job) -> Outcome:
         SystemExit: the job was stopped, for example by preemption. The run has no outcome then, and
             submitit, which finds no result, writes none either.
     """
-    node, where = _this_node(job.cluster.nodes)
+    node, rendezvous_flags = _rendezvous_of_node(job.cluster.nodes)
     log = job.folder / f"node{node}.log"
     measured = job.folder / f"node{node}.jsonl"
     measured.unlink(missing_ok=True)  # from an interrupted run
-    command = [sys.executable, "-m", "torch.distributed.run", *where, *job.ranks]
-    with _told_to_end(job.folder) as told:
+    command = [sys.executable, "-m", "torch.distributed.run", *rendezvous_flags, *job.ranks]
+    with _received_signals(job.folder) as received:
         with log.open("w") as output:
             environment = job.environment | {figures.VARIABLE: str(measured.absolute())}
             code = _run(
@@ -93,11 +93,11 @@ def run_job(job: Job) -> Outcome:
                 environment,
                 job.timeout_s,
                 output.fileno(),
-                lambda: bool(told) or not _alive(job.launcher),
+                lambda: bool(received) or not _alive(job.launcher),
             )
         text = log.read_text(errors="replace")
         outcome = outcome_of(text, figures.read(measured), code, job)
-        if told:
+        if received:
             raise SystemExit(128 + signal.SIGTERM)
         if _alive(job.launcher):  # otherwise the run was interrupted and will run again
             write_outcome(job.folder / outcome_name(node), outcome)
@@ -105,28 +105,28 @@ def run_job(job: Job) -> Outcome:
 
 
 @contextmanager
-def _told_to_end(folder: Path) -> Iterator[list[int]]:
+def _received_signals(folder: Path) -> Iterator[list[int]]:
     """Handle the signals by which SLURM ends a job, instead of submitit, which would requeue it.
 
     Yields the list of received signals. The first one is recorded in the run's folder at once: the
     remaining time of the job is for ending the ranks.
     """
-    heard: list[int] = []
+    received: list[int] = []
 
-    def hear(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
+    def record_signal(number: int, frame: FrameType | None) -> None:
+        received.append(number)
         (folder / STOPPED).touch()
 
     numbers = (signal.SIGTERM, submitit.JobEnvironment._usr_sig())
-    before = {number: signal.signal(number, hear) for number in numbers}
+    previous_handlers = {number: signal.signal(number, record_signal) for number in numbers}
     try:
-        yield heard
+        yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
-def _this_node(num_nodes: int) -> tuple[int, tuple[str, ...]]:
+def _rendezvous_of_node(num_nodes: int) -> tuple[int, tuple[str, ...]]:
     """Return this node's index in the job, and torchrun's rendezvous flags."""
     if num_nodes == 1:
         return 0, rendezvous(1)
@@ -149,10 +149,10 @@ def rendezvous(
 
 def _run(
     command: Sequence[str],
-    given: Mapping[str, str],
+    environment: Mapping[str, str],
     timeout_s: float,
     output: int,
-    in_vain: Callable[[], bool],
+    is_unneeded: Callable[[], bool],
 ) -> int | None:
     """Return the exit code; None after the time limit, or if the run is no longer needed."""
     process = subprocess.Popen(
@@ -160,13 +160,13 @@ def _run(
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
-        env={**os.environ, **given},
+        env={**os.environ, **environment},
         start_new_session=True,
     )
     end = time.monotonic() + timeout_s
     try:
         while process.poll() is None:
-            if time.monotonic() > end or in_vain():
+            if time.monotonic() > end or is_unneeded():
                 return None
             time.sleep(POLL_S)
         return process.returncode
@@ -197,9 +197,9 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(STOPPING_S)
     except subprocess.TimeoutExpired:
-        for each in (process.pid, *_descendants(process.pid)):
+        for pid in (process.pid, *_descendants(process.pid)):
             with suppress(ProcessLookupError):
-                os.kill(each, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=5)
 
@@ -212,20 +212,20 @@ def _descendants(process: int) -> list[int]:
             # pid (name) state parent ...; the name may contain any characters.
             parent = path.read_text(errors="replace").rpartition(")")[2].split()[1]
             children.setdefault(int(parent), []).append(int(path.parent.name))
-    found = [process]
-    for each in found:
-        found += children.get(each, [])
-    return found[1:]
+    pids = [process]
+    for pid in pids:
+        pids += children.get(pid, [])
+    return pids[1:]
 
 
 def outcome_of(text: str, measured: Figures, code: int | None, job: Job) -> Outcome:
     """Derive the outcome from the log, the figures and the exit code."""
-    steps = [each for each in measured if "step_s" in each]
+    steps = [record for record in measured if "step_s" in record]
     peak = _peak_bytes(measured, job)
     if code == 0 and len(steps) >= job.run.warmup_steps + job.run.measured_steps:
         last = steps[job.run.warmup_steps :]
         return Outcome(
-            Status.OK, _of_steps(last, "step_s", job), peak, _of_steps(last, "bubble", job)
+            Status.OK, _step_figure(last, "step_s", job), peak, _step_figure(last, "bubble", job)
         )
     tail = _tail(text)
     if _OUT_OF_MEMORY.search(text) or code == -signal.SIGKILL:
@@ -249,19 +249,19 @@ def _tail(text: str) -> str:
     Without a fault, return the last lines before torchrun's report.
     """
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    footer = next((at for at, line in enumerate(lines) if _FOOTER.search(line)), 0)
+    footer = next((index for index, line in enumerate(lines) if _FOOTER.search(line)), 0)
     lines = lines[: footer or len(lines)]
-    faults = [at + 1 for at, line in enumerate(lines) if _FAULT.search(line)]
+    faults = [index + 1 for index, line in enumerate(lines) if _FAULT.search(line)]
     end = faults[0] if faults else len(lines)
     return "\n".join(lines[max(0, end - LAST_LINES) : end])
 
 
-def _of_steps(steps: Figures, name: str, job: Job) -> float | None:
+def _step_figure(steps: Figures, name: str, job: Job) -> float | None:
     """Return a figure of the measured steps; None if the trainer has not measured it."""
-    found = [each[name] for each in steps if each[name] is not None]
-    if not found:
+    values = [step[name] for step in steps if step[name] is not None]
+    if not values:
         return None
-    return float(min(found) if job.run.statistic == "fastest" else statistics.median(found))
+    return float(min(values) if job.run.statistic == "fastest" else statistics.median(values))
 
 
 def _peak_bytes(measured: Figures, job: Job) -> float | None:
@@ -269,9 +269,9 @@ def _peak_bytes(measured: Figures, job: Job) -> float | None:
 
     None if no rank of this node reports GPU memory; only the first node does.
     """
-    found = [each["allocated_bytes"] for each in measured if "allocated_bytes" in each]
-    if found:
-        return float(max(found[-1]))
+    peaks = [record["allocated_bytes"] for record in measured if "allocated_bytes" in record]
+    if peaks:
+        return float(max(peaks[-1]))
     if job.cluster.backend == "nccl":
         return None
     return 1024.0 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
@@ -304,12 +304,12 @@ def read_outcome(folder: Path, num_nodes: int) -> Outcome | None:
 def merge(outcomes: Sequence[Outcome]) -> Outcome:
     """Merge outcomes of nodes: worst status, maximum step time, peak memory and bubble."""
     order = (Status.OUT_OF_MEMORY, Status.FAILED, Status.OK)
-    worst = min(outcomes, key=lambda each: order.index(each.status))
+    worst = min(outcomes, key=lambda outcome: order.index(outcome.status))
     if worst.status is not Status.OK:
         return worst
-    steps = [each.step_s for each in outcomes if each.step_s is not None]
-    peaks = [each.peak_bytes for each in outcomes if each.peak_bytes is not None]
+    steps = [outcome.step_s for outcome in outcomes if outcome.step_s is not None]
+    peaks = [outcome.peak_bytes for outcome in outcomes if outcome.peak_bytes is not None]
     if not steps:
         return Outcome(Status.FAILED, log_tail="no node has reported a step time")
-    bubbles = [each.bubble for each in outcomes if each.bubble is not None]
+    bubbles = [outcome.bubble for outcome in outcomes if outcome.bubble is not None]
     return Outcome(Status.OK, max(steps), max(peaks, default=None), max(bubbles, default=None))

@@ -162,7 +162,7 @@ def test_results_are_reported_and_no_run_is_repeated(
     monkeypatch.setattr(sweep_run, "_predict", None)
     monkeypatch.setitem(sys.modules, "submitit", None)
     with open_results(database) as results:
-        results.start(next(iter(results.ended())), "42")
+        results.start(next(iter(results.finished_keys())), "42")
         assert call(path, "--results", database, "--report", "--csv", tmp_path / "now.csv") == 0
     shown, last = capsys.readouterr().out.partition("small on two")[2].rsplit("\n", 2)[:2]
     assert last == f"4 runs have ended, 1 are in flight: {database}"

@@ -50,9 +50,9 @@ def launch(
     """Launch the sweep, and return the results of its new runs."""
     with open_results(folder / "results.db") as results:
         launcher, chosen = launcher_of(folder, sweep, results, say)
-        before = results.ended()
+        before = results.finished_keys()
         launcher.run(chosen)
-        return results.read(results.ended() - before)
+        return results.read(results.finished_keys() - before)
 
 
 def test_statuses_and_no_run_twice(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_an_order_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert len(simulated) == 2  # the best order on the V, and that in a loop
         monkeypatch.setattr(predicting, "plan_adaptive", None)
         launcher.run(chosen)
-        (result,) = results.read(results.ended())
+        (result,) = results.read(results.finished_keys())
     assert result.outcome.status is Status.OK
     (file,) = (tmp_path / "runs").glob("*/schedule.json")
     assert Schedule.from_json(file.read_text()) == chosen[0].schedule

@@ -62,7 +62,7 @@ def test_results_come_back_as_they_were(tmp_path: Path) -> None:
     with open_results(path) as results:
         assert results.read(keys) == expected
         assert results.read(keys[1:]) == expected[1:]
-        assert results.ended() == set(keys)
+        assert results.finished_keys() == set(keys)
 
 
 def test_a_failed_run_keeps_its_row_until_its_retry_has_ended(tmp_path: Path) -> None:
@@ -75,16 +75,16 @@ def test_a_failed_run_keeps_its_row_until_its_retry_has_ended(tmp_path: Path) ->
     with open_results(path) as results:
         for key in ("a", "b"):
             results.record(key, "test", failed)
-        assert results.ended() == {"a", "b"}
-        assert results.ended(retry_failed=True) == set()
+        assert results.finished_keys() == {"a", "b"}
+        assert results.finished_keys(retry_failed=True) == set()
         results.start("a", "1")
     with open_results(path) as results:  # the sweep was killed while the retry ran
         assert results.read({"a", "b"}) == [failed, failed]
-        assert results.ended() == {"b"}
+        assert results.finished_keys() == {"b"}
         assert results.job_in_flight("a") == "1"
         results.record("a", "test", ran)
         assert results.read({"a", "b"}) == [failed, ran]
-        assert results.ended(retry_failed=True) == {"a"}
+        assert results.finished_keys(retry_failed=True) == {"a"}
 
 
 def test_kill_loses_nothing_that_was_recorded(tmp_path: Path) -> None:
@@ -98,8 +98,8 @@ def test_kill_loses_nothing_that_was_recorded(tmp_path: Path) -> None:
     told += [int(line) for line in writer.stdout.read().splitlines() if line]
     writer.wait()
     with open_results(path) as results:
-        assert len(results.ended()) in (len(told), len(told) + 1)
-        assert {str(number) for number in told} <= results.ended()
+        assert len(results.finished_keys()) in (len(told), len(told) + 1)
+        assert {str(number) for number in told} <= results.finished_keys()
 
 
 def test_a_reader_finds_what_a_kill_left(tmp_path: Path) -> None:
@@ -130,9 +130,9 @@ def test_reading_is_no_writing(tmp_path: Path) -> None:
     with open_results(path) as writer:
         writer.record("a", "test", RESULT)
         with read_results(path) as reader:
-            assert reader.ended() == {"a"}
+            assert reader.finished_keys() == {"a"}
             writer.record("b", "test", RESULT)
-            assert reader.ended() == {"a", "b"}
+            assert reader.finished_keys() == {"a", "b"}
 
 
 def sql(path: Path, *statements: str) -> None:
@@ -176,7 +176,7 @@ def test_file_that_is_none(tmp_path: Path, damage: Callable[[Path], object], mes
     damage(path)
     before = path.read_bytes() if path.is_file() else b""
     with pytest.raises(SweepError, match=message), open_results(path) as results:
-        results.ended()
+        results.finished_keys()
     assert (path.read_bytes() if path.is_file() else b"") == before
 
 
@@ -234,7 +234,7 @@ def test_no_write_ahead_log_which_network_file_systems_cannot_have(tmp_path: Pat
             copy.with_name(copy.name + end).write_bytes(Path(f"{path}{end}").read_bytes())
     with open_results(copy) as results:
         assert results._connection.execute("PRAGMA journal_mode").fetchone() == ("truncate",)
-        assert results.ended() == {"a", "b"}
+        assert results.finished_keys() == {"a", "b"}
         results.record("c", "test", RESULT)
         assert not copy.with_name("copy.db-wal").exists()
 

@@ -131,7 +131,7 @@ def test_jobs_that_share_a_node_meet_at_ports_of_their_own(
     monkeypatch.setenv("SLURM_JOB_ID", number)
     monkeypatch.setenv("SLURM_NODEID", "1")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[3-4]")
-    node, flags = worker._this_node(2)
+    node, flags = worker._rendezvous_of_node(2)
     assert node == 1
     assert flags[-4:] == ("--master-addr", "n3", "--master-port", str(port))
 
