@@ -157,8 +157,8 @@ class Results:
     def read(self, keys: Collection[str]) -> list[Result]:
         """Return the results of these runs in the order of their arrival.
 
-        Selected by key, not by the sweep's name: `finished_keys` uses only keys, and results that are not
-        run again are shown too.
+        Selected by key, not by the sweep's name: `finished_keys` uses only keys, and results that
+        are not run again are shown too.
         """
         rows = self._connection.execute("SELECT * FROM results ORDER BY rowid")
         try:
