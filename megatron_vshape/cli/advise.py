@@ -26,7 +26,7 @@ from megatron_vshape.cli.files import (
     write_all,
 )
 from megatron_vshape.cli.help import MODEL, OUTPUT, SEARCH, group
-from megatron_vshape.cli.progress import told
+from megatron_vshape.cli.progress import report_progress
 from megatron_vshape.core.model.kinds import MOVING_NAME, ScheduleError
 from megatron_vshape.mcore.options import schedule_names
 from megatron_vshape.rehearsal import accuracy, report
@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Estimate the configurations, print the comparison and the recommendation, and return 0."""
     _check(options)
-    keep = _kept(options.keep)
+    keep = _parse_keep(options.keep)
     subject = Subject.of_command(options.command, "")
     check_schedule_flags(subject.command)
     fetch_missing(options, subject.command)
@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
             "--pipeline-model-parallel-size to 2 or more, or estimate its memory with rehearse"
         )
     advice = _advice(options, subject, keep)
-    with told(lambda us: f"{us * 1e-6:.1f} s"):
+    with report_progress(lambda us: f"{us * 1e-6:.1f} s"):
         rows = advice.rows()
     _print(advice, options, rows)
     _write(advice, options, rows)
@@ -135,36 +135,36 @@ def _advice(options: argparse.Namespace, subject: Subject, keep: Sequence[str]) 
     machine, grid, left_out, post_validation = _grid(options, subject)
     # The comparison starts with the command as it is, so it must run on these GPUs.
     sizes_of(subject.command, machine.num_devices)
-    gpu, own = machine.gpu, own_configuration(subject, machine.num_devices)
-    others = []
-    for it in () if grid else neighbors(own, subject, machine.num_devices, keep):
-        _, why = next(faults(it, subject, machine.num_devices, gpu.node), ("", ""))
+    gpu, command_config = machine.gpu, own_configuration(subject, machine.num_devices)
+    candidates = []
+    for config in () if grid else neighbors(command_config, subject, machine.num_devices, keep):
+        _, why = next(faults(config, subject, machine.num_devices, gpu.node), ("", ""))
         if why:
-            left_out.append(f"{_sizes(it, subject)}: {why}")
+            left_out.append(f"{_sizes(config, subject)}: {why}")
         else:
-            others.append(it)
+            candidates.append(config)
     left_out += [
-        f"{_sizes(it, subject)}: advise evaluates at most {MOST_SHAPES} other configurations"
-        for it in others[MOST_SHAPES:]
+        f"{_sizes(config, subject)}: advise evaluates at most {MOST_SHAPES} other configurations"
+        for config in candidates[MOST_SHAPES:]
     ]
-    config = partial(dry_run_config, options, subject.command, gpu)
-    counts = Counts(subject, machine, config)
+    programs = partial(dry_run_config, options, subject.command, gpu)
+    counts = Counts(subject, machine, programs)
     headroom_bytes = headroom_bytes_of(options.headroom, gpu.memory_bytes)
     predictor = Predictor(subject, machine, counts, post_validation, headroom_bytes)
     case = _case_of(subject.command, gpu)
-    advice = Advice(predictor, own, case, options.seconds, grid=grid, left_out=left_out)
-    with told(lambda us: f"{us * 1e-6:.1f} s"):
-        counts.count([own, *grid, *others[:MOST_SHAPES]], lambda *_: None)
+    advice = Advice(predictor, command_config, case, options.seconds, grid=grid, left_out=left_out)
+    with report_progress(lambda us: f"{us * 1e-6:.1f} s"):
+        counts.count([command_config, *grid, *candidates[:MOST_SHAPES]], lambda *_: None)
     try:
-        counts(own)
+        counts(command_config)
     except SweepError as error:
         raise ScheduleError(f"the command could not be estimated: {error}") from None
-    for it in others[:MOST_SHAPES]:
+    for config in candidates[:MOST_SHAPES]:
         try:
-            counts(it)
-            advice.neighbors.append(it)
+            counts(config)
+            advice.neighbors.append(config)
         except SweepError as error:
-            left_out.append(f"{_sizes(it, subject)}: {error}")
+            left_out.append(f"{_sizes(config, subject)}: {error}")
     return advice
 
 
@@ -185,13 +185,15 @@ def _grid(
     from megatron_vshape.tuning.grid import by_kind, expand
 
     loaded = load_sweep(options.grid, options.command)
-    given = options.gpus is not None or options.cluster is not None
-    machine = machine_of(options) if given else Machine.of(loaded.cluster)
+    has_machine_options = options.gpus is not None or options.cluster is not None
+    machine = machine_of(options) if has_machine_options else Machine.of(loaded.cluster)
     # Step times of other sequence lengths or batches are not comparable with that of the command.
     sequence, batch = workload = own_configuration(subject, machine.num_devices).workload
     expanded = expand(loaded, machine)
-    grid = [it for it in expanded.possible if it.workload == workload]
-    dropped = [each for each in expanded.dropped if each.configuration.workload == workload]
+    grid = [config for config in expanded.possible if config.workload == workload]
+    dropped = [
+        rejection for rejection in expanded.dropped if rejection.configuration.workload == workload
+    ]
     impossible = [
         f"{len(members)} impossible, such as {members[0].configuration}: {members[0].reason}"
         for members in by_kind(dropped).values()
@@ -220,12 +222,12 @@ def _check(options: argparse.Namespace) -> None:
     check_targets(options, {"export": (".json",), "json": (".json",)})
 
 
-def _kept(text: str) -> list[str]:
-    found = [part for part in text.split(",") if part]
-    for part in found:
-        if part not in KEEP:
-            raise ScheduleError(f"--keep {part!r:.40} is not one of {', '.join(KEEP)}")
-    return found
+def _parse_keep(text: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        if name not in KEEP:
+            raise ScheduleError(f"--keep {name!r:.40} is not one of {', '.join(KEEP)}")
+    return names
 
 
 def _case_of(command: Command, gpu: Gpu) -> str:
@@ -237,34 +239,38 @@ def _case_of(command: Command, gpu: Gpu) -> str:
     return accuracy.case_of(command.has("--num-experts"), ranks, span, gpu)
 
 
-def _sizes(it: Configuration, subject: Subject) -> str:
+def _sizes(config: Configuration, subject: Subject) -> str:
     """Format the parallel sizes and the recomputation."""
-    without = "" if it.sequence_parallel else " without SP"
-    words = f"TP {it.tensor_parallel}{without} PP {it.pipeline_parallel}"
-    more = {"CP": it.context_parallel, "EP": it.expert_parallel, "microbatch": it.microbatch_size}
-    words += "".join(f" {name} {size}" for name, size in more.items() if size > 1)
-    recompute = _recompute(it, subject)
+    suffix = "" if config.sequence_parallel else " without SP"
+    words = f"TP {config.tensor_parallel}{suffix} PP {config.pipeline_parallel}"
+    sizes = {
+        "CP": config.context_parallel,
+        "EP": config.expert_parallel,
+        "microbatch": config.microbatch_size,
+    }
+    words += "".join(f" {name} {size}" for name, size in sizes.items() if size > 1)
+    recompute = _recompute(config, subject)
     return words if recompute == NONE else f"{words}, {recompute} recompute"
 
 
-def _recompute(it: Configuration, subject: Subject) -> str:
-    return subject.recompute if it.recompute == GIVEN else it.recompute
+def _recompute(config: Configuration, subject: Subject) -> str:
+    return subject.recompute if config.recompute == GIVEN else config.recompute
 
 
 def _name(row: Prediction) -> str:
     """Return the name of the schedule."""
-    it, schedule = row.configuration, row.schedule
-    if it.schedule != ADAPTIVE:
-        return it.schedule
+    config, schedule = row.configuration, row.schedule
+    if config.schedule != ADAPTIVE:
+        return config.schedule
     return PLANNED + f" with {MOVING_NAME}" * bool(schedule and schedule.copies)
 
 
 def _title(row: Prediction, subject: Subject) -> str:
     """Format schedule and parallel configuration."""
-    more = "".join(f", {each}" for each in row.configuration.features)
+    suffix = "".join(f", {feature}" for feature in row.configuration.features)
     if row.is_stock and not is_even(row.layers):
-        more = ", uneven layers"
-    return f"{_name(row)}{more}, {_sizes(row.configuration, subject)}"
+        suffix = ", uneven layers"
+    return f"{_name(row)}{suffix}, {_sizes(row.configuration, subject)}"
 
 
 NAMES = {
@@ -326,7 +332,7 @@ def _table(advice: Advice, shown: Sequence[tuple[str, Prediction]]) -> list[str]
     wide, wider = (max(map(len, texts)) for texts in (titles, titles.values()))
     rows = [f"{'':{wide}}  {'':{wider}}  {'step':>8}  {'MFU':>6}  GiB by pipeline rank"]
     for name, row in shown:
-        peaks = " ".join(report.gib(each.allocated) for each in row.ranks)
+        peaks = " ".join(report.gib(rank.allocated) for rank in row.ranks)
         over = "" if row.fits else f"  {row.fit if _starts(row) else row.verdict}"
         figures = f"{step(row):6.2f} s  {100 * (row.mfu or 0):5.1f}%"
         rows.append(f"{name:{wide}}  {titles[name]:{wider}}  {figures}  {peaks}{over}")
@@ -342,12 +348,14 @@ def _verdict(advice: Advice, options: argparse.Namespace, rows: Rows) -> list[st
     today, stock, best = rows["today"], rows["stock"], rows["best"]
     assert today is not None
     if best is None:
-        most = predictor.allocatable_bytes(advice.command_config)
-        kept = report.gib(predictor.headroom_bytes)
-        outside = report.gib(predictor.machine.gpu.memory_bytes - predictor.headroom_bytes - most)
+        limit_bytes = predictor.allocatable_bytes(advice.command_config)
+        headroom = report.gib(predictor.headroom_bytes)
+        outside = report.gib(
+            predictor.machine.gpu.memory_bytes - predictor.headroom_bytes - limit_bytes
+        )
         return [
-            f"Recommendation: none. No evaluated configuration fits {report.gib(most)} GiB of a "
-            f"GPU: {kept} GiB are kept free, and CUDA and NCCL need about {outside} GiB."
+            f"Recommendation: none. No evaluated configuration fits {report.gib(limit_bytes)} GiB of "
+            f"a GPU: {headroom} GiB are kept free, and CUDA and NCCL need about {outside} GiB."
         ]
     gain = 1 - step(best) / step(today)
     if today.fits and gain <= within:
@@ -370,10 +378,10 @@ def _verdict(advice: Advice, options: argparse.Namespace, rows: Rows) -> list[st
     texts = [f"Recommendation (no package needed): {change(stock)}."]
     if best.is_stock:
         return [*texts, "No schedule of this package is faster."]
-    further = 100 * (1 - step(best) / step(stock))
+    gain = 100 * (1 - step(best) / step(stock))
     return [
         *texts,
-        f"This package: another {further:.0f}% faster than the best stock ({_name(best)}), within "
+        f"This package: another {gain:.0f}% faster than the best stock ({_name(best)}), within "
         f"the error of the estimate ({100 * within:.1f}%).",
     ]
 
@@ -411,15 +419,15 @@ def _full_step(share: float, rows: Rows) -> list[str]:
 
 def _flags(advice: Advice, options: argparse.Namespace, rows: Rows, row: Prediction) -> list[str]:
     """Return the flags that make today's command run a row; each may be one to remove."""
-    subject, it = advice.predictor.subject, row.configuration
-    words = _changes(advice.command_config.command(subject), it.command(subject))
-    own = [f"remove {flag}" for flag in FLAGS_OF_SCHEDULE if subject.command.has(flag)]
-    if it.schedule == fsdp.NAME:
-        return [*words, *own, *fsdp.FLAGS]
+    subject, config = advice.predictor.subject, row.configuration
+    words = _changes(advice.command_config.command(subject), config.command(subject))
+    removals = [f"remove {flag}" for flag in FLAGS_OF_SCHEDULE if subject.command.has(flag)]
+    if config.schedule == fsdp.NAME:
+        return [*words, *removals, *fsdp.FLAGS]
     if row.is_stock:
-        return words + own + changes_megatron(row, subject.command)
+        return words + removals + changes_megatron(row, subject.command)
     # Training runs a schedule by name, but for plans and names with a number of chunks.
-    target, has_name = it.schedule, it.schedule in schedule_names()
+    target, has_name = config.schedule, config.schedule in schedule_names()
     # --export writes the best row, if it has a schedule; rows of a grid may have none.
     if row is rows["best"] and row.schedule and (options.export or not has_name):
         target = str(options.export or "plan.json (written by --export plan.json)")
@@ -429,32 +437,32 @@ def _flags(advice: Advice, options: argparse.Namespace, rows: Rows, row: Predict
     if advice.predictor.post_validation:
         words += POST_VALIDATION
     split = ",".join(map(str, row.layers)) if len(set(row.layers)) > 1 else ""
-    flags = it.schedule_flags(target, split)
-    words += [text for text in own if text.removeprefix("remove ") not in flags]
+    flags = config.schedule_flags(target, split)
+    words += [text for text in removals if text.removeprefix("remove ") not in flags]
     return words + [f"{flag} {value}".strip() for flag, value in flags.items()]
 
 
-def _changes(today: Command, other: Command) -> list[str]:
+def _changes(today: Command, target: Command) -> list[str]:
     """Return the flags of another command that differ from today's, and those to remove."""
-    old, new = (_values(command.flags) for command in (today, other))
+    old, new = (_values(command.flags) for command in (today, target))
     removed = [flag for flag in old if flag not in new]
     if any(flag.startswith("--recompute-") for flag in removed):
-        removed = ["--recompute-*", *(each for each in removed if "recompute" not in each)]
+        removed = ["--recompute-*", *(flag for flag in removed if "recompute" not in flag)]
     words = [f"remove {flag}" for flag in removed]
     return words + [f"{flag} {new[flag]}".strip() for flag in new if old.get(flag) != new[flag]]
 
 
 def _values(flags: Sequence[str]) -> dict[str, str]:
     """Return the values of flags by name, without the order of the flags."""
-    found: dict[str, list[str]] = {}
-    name = ""
+    words_by_flag: dict[str, list[str]] = {}
+    flag = ""
     for word in flags:
         if word.startswith("--"):
-            name, _, value = word.partition("=")
-            found[name] = [value] if value else []
+            flag, _, value = word.partition("=")
+            words_by_flag[flag] = [value] if value else []
         else:
-            found.setdefault(name, []).append(word)
-    return {name: " ".join(values) for name, values in found.items()}
+            words_by_flag.setdefault(flag, []).append(word)
+    return {name: " ".join(values) for name, values in words_by_flag.items()}
 
 
 def changes_megatron(row: Prediction, command: Command) -> list[str]:
@@ -464,7 +472,7 @@ def changes_megatron(row: Prediction, command: Command) -> list[str]:
 
 def _largest_rank(row: Prediction) -> str:
     """Format the memory of today's largest rank by component."""
-    rank = max(row.ranks, key=lambda each: each.allocated)
+    rank = max(row.ranks, key=lambda rank: rank.allocated)
     return (
         f"Largest rank today: rank {row.ranks.index(rank)} with {report.gib(rank.states)} GiB of "
         f"weights, gradients and optimizer, {report.gib(rank.buffers)} GiB of workspaces and "
@@ -476,8 +484,8 @@ def _write(advice: Advice, options: argparse.Namespace, rows: Rows) -> None:
     outputs: list[Output] = []
     best = rows["best"]
     if options.export is not None and best is not None and best.schedule is not None:
-        made = replace(best.schedule, name="advised")
-        outputs.append(schedule_output("--export", options.export, made))
+        schedule = replace(best.schedule, name="advised")
+        outputs.append(schedule_output("--export", options.export, schedule))
     if options.json is not None:
         content = {
             key: _plain(row, advice.predictor.subject)
@@ -492,21 +500,21 @@ def _write(advice: Advice, options: argparse.Namespace, rows: Rows) -> None:
 
 
 def _plain(row: Prediction, subject: Subject) -> dict[str, Any]:
-    it = row.configuration
+    config = row.configuration
     return {
         "schedule": _name(row),
         "shape": {
-            "tensor": it.tensor_parallel,
-            "pipeline": it.pipeline_parallel,
-            "recompute": _recompute(it, subject),
-            "context": it.context_parallel,
-            "experts": it.expert_parallel,
-            "microbatch": it.microbatch_size,
+            "tensor": config.tensor_parallel,
+            "pipeline": config.pipeline_parallel,
+            "recompute": _recompute(config, subject),
+            "context": config.context_parallel,
+            "experts": config.expert_parallel,
+            "microbatch": config.microbatch_size,
         },
-        **it.features_in_json,
+        **config.features_in_json,
         "step_s": row.step_s,
         "mfu": row.mfu,
-        "peak_bytes": [each.allocated for each in row.ranks],
+        "peak_bytes": [rank.allocated for rank in row.ranks],
         "layers": list(row.layers),
         "is_stock": row.is_stock,
         "starts": _starts(row),

@@ -49,13 +49,13 @@ def run(options: argparse.Namespace) -> int:
     print(_section("versions", _two_columns([*_versions(), *_extras()])))
     warnings = list(_warnings())
     if warnings:
-        lines = [line for each in warnings for line in _wrapped(each, WIDTH - 2, "  ")]
+        lines = [line for warning in warnings for line in _wrapped(warning, WIDTH - 2, "  ")]
         print(_section("warnings", "\n".join(lines)))
     faults = _print_hooks(options.verbose)
     print(_section("Megatron options with a schedule of this package", _options()))
     if options.verbose:
         for title, refusals in _refusals_by_feature():
-            print(_section(f"rejected with {title}", _refused(refusals)))
+            print(_section(f"rejected with {title}", _format_refusals(refusals)))
         print(_section("arguments of Megatron's parser", _judgements()))
         if is_installed("torch"):
             print(_section("weight gradient kernels", _two_columns(list(_kernels()))))
@@ -77,10 +77,10 @@ def _two_columns(rows: Sequence[tuple[str, str]]) -> str:
     """Format names and texts in two columns."""
     wide = max(len(name) for name, _ in rows)
     lines = []
-    for name, said in rows:
-        first, *rest = _wrapped(said, WIDTH - wide - 4)
+    for name, text in rows:
+        first, *other_lines = _wrapped(text, WIDTH - wide - 4)
         lines.append(f"{name.ljust(wide)}  {first}")
-        lines += [" " * (wide + 2) + each for each in rest]
+        lines += [" " * (wide + 2) + line for line in other_lines]
     return "\n".join(lines)
 
 
@@ -96,9 +96,9 @@ def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
 
 def _version(*distributions: str) -> str:
     """Return the version of the first of these that is installed."""
-    for each in distributions:
+    for distribution in distributions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(each)
+            return importlib.metadata.version(distribution)
     return MISSING
 
 
@@ -131,7 +131,7 @@ def _devices() -> Iterator[tuple[str, str]]:
         yield "CUDA", "torch was built without CUDA: training on the CPU over gloo"
         return
     if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         counts = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
         yield "CUDA", f"{torch.version.cuda}, {counts}"
     else:
@@ -147,9 +147,9 @@ def _extras() -> Iterator[tuple[str, str]]:
     except importlib.metadata.PackageNotFoundError:
         return
     extras: dict[str, list[str]] = {}
-    for each in requirements:
-        extra = re.search(r"""extra == ["']([\w-]+)["']""", each)
-        name = re.match(r"[\w.-]+", each)
+    for requirement in requirements:
+        extra = re.search(r"""extra == ["']([\w-]+)["']""", requirement)
+        name = re.match(r"[\w.-]+", requirement)
         if extra is not None and name is not None:
             extras.setdefault(extra[1], []).append(name[0])
     for title, names in extras.items():
@@ -179,10 +179,14 @@ def _print_hooks(verbose: bool) -> list[str]:
         fault = f"megatron-core {_version('megatron-core')} cannot be imported: {error}"
         print(_section("hooks", f"not checked: {fault}"))
         return [fault]
-    faults = [each.fault for each in findings if each.fault is not None]
-    found = len(findings) - len(faults)
-    state = f"all {found} hooks found" if not faults else f"{found} of {len(findings)} hooks found"
-    shown = findings if verbose else [each for each in findings if each.fault is not None]
+    faults = [finding.fault for finding in findings if finding.fault is not None]
+    num_found = len(findings) - len(faults)
+    state = (
+        f"all {num_found} hooks found"
+        if not faults
+        else f"{num_found} of {len(findings)} hooks found"
+    )
+    shown = findings if verbose else [finding for finding in findings if finding.fault is not None]
     rows = [f"{state} in megatron-core {release}", *map(_lines_of, shown)]
     print(_section("hooks", "\n".join(rows)))
     return faults
@@ -204,15 +208,15 @@ def _examine() -> tuple[str, list["Finding"]]:
 
 def _lines_of(finding: "Finding") -> str:
     record = finding.record
-    state, said = "found", finding.fault or record.reason
+    state, text = "found", finding.fault or record.reason
     if finding.fault is not None:
         state = "moved"
     elif not finding.is_there:
         state = "none"
-        said += " (optional)"
+        text += " (optional)"
     parameters = f"({', '.join(record.expects)})" if record.expects else ""
     lines = _wrapped(f"{record.target}{parameters}", WIDTH - 9, "    ")
-    lines += [f"  {line}" for line in _wrapped(said, WIDTH - 11)]
+    lines += [f"  {line}" for line in _wrapped(text, WIDTH - 11)]
     return f"{state:5}  " + "\n       ".join(lines)
 
 
@@ -225,14 +229,14 @@ def _options() -> str:
     for rule in TRANSLATIONS:
         for name in rule.names:
             rows["--" + name.replace("_", "-")] = rule.becomes
-    for each in (each for name in BY_SCHEDULE for each in REFUSALS[By[name]]):
-        name = f"{each.option} (some values)" if each.shows_value else each.option
-        fix = f". {each.fix}" if each.fix else ""
-        rows.setdefault(name, f"rejected: {each.why}{fix}")
+    for refusal in (refusal for name in BY_SCHEDULE for refusal in REFUSALS[By[name]]):
+        name = f"{refusal.option} (some values)" if refusal.shows_value else refusal.option
+        fix = f". {refusal.fix}" if refusal.fix else ""
+        rows.setdefault(name, f"rejected: {refusal.why}{fix}")
     if not has_transformer_engine():
         rows["--transformer-impl transformer_engine"] = "rejected: not installed"
     lines = []
-    for name in sorted(rows, key=lambda each: each.lstrip("-")):
+    for name in sorted(rows, key=lambda option: option.lstrip("-")):
         lines.append(name)
         lines += [f"    {line}" for line in _wrapped(rows[name], WIDTH - 6)]
     return "\n".join(lines)
@@ -267,22 +271,22 @@ def _refusals_by_feature() -> "Iterator[tuple[str, tuple[Refusal, ...]]]":
     from megatron_vshape.mcore.refusals import REFUSALS, By
     from megatron_vshape.mcore.setup.features import features
 
-    yield from ((each.flag, each.refusals) for each in features() if each.refusals)
+    yield from ((feature.flag, feature.refusals) for feature in features() if feature.refusals)
     yield "CUDA graphs of weight gradients (otherwise in B)", REFUSALS[By.SPLIT_GRAPHS]
 
 
-def _refused(refusals: "Iterable[Refusal]") -> str:
+def _format_refusals(refusals: "Iterable[Refusal]") -> str:
     """Format rejected options by reason."""
     options: dict[str, list[str]] = {}
-    for each in refusals:
-        name = f"{each.option} (some values)" if each.shows_value else each.option
-        names = options.setdefault(each.why, [])
+    for refusal in refusals:
+        name = f"{refusal.option} (some values)" if refusal.shows_value else refusal.option
+        names = options.setdefault(refusal.why, [])
         if name not in names:  # releases of Megatron have several attributes for one option
             names.append(name)
-    return _told(options)
+    return _format_reasons(options)
 
 
-def _told(options: Mapping[str, Iterable[str]]) -> str:
+def _format_reasons(options: Mapping[str, Iterable[str]]) -> str:
     lines = []
     for why, names in options.items():
         lines.append(why)

@@ -166,8 +166,8 @@ def fetch_missing(options: argparse.Namespace, command: Command) -> None:
     missing = missing_sources(command, options.megatron, options.te)
     if missing and not options.fetch and not _is_agreed(missing):
         raise ScheduleError(missing_text(missing))
-    for each in missing:
-        print(f"{each}: {fetch(each)}", file=sys.stderr, flush=True)
+    for source in missing:
+        print(f"{source}: {fetch(source)}", file=sys.stderr, flush=True)
 
 
 def _is_agreed(missing: Sequence[PythonSource]) -> bool:

@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
             f"the examples of a checkout are in {FOLDER.parents[1]}: configs/ and scripts/; "
             "start the documents' commands there"
         )
-    files = [each for each in sorted(FOLDER.rglob("*")) if each.is_file()]
+    files = [path for path in sorted(FOLDER.rglob("*")) if path.is_file()]
     for source in files:
         if source.parent.name == "__pycache__":  # pip compiles what it installs
             continue
@@ -44,8 +44,10 @@ def _write(source: Path, target: Path) -> str:
     """Copy a file unless a different one exists, and return the action."""
     try:
         if target.exists():
-            same = target.read_bytes() == source.read_bytes()
-            return "there already" if same else "left as it is here; it differs from the package's"
+            is_same = target.read_bytes() == source.read_bytes()
+            return (
+                "there already" if is_same else "left as it is here; it differs from the package's"
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
     except OSError as error:

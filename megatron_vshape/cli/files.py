@@ -26,8 +26,8 @@ class Output:
 def check_target(option: str, path: Path, suffixes: Sequence[str]) -> None:
     """Raise ScheduleError unless a file with one of these suffixes can be written to `path`."""
     if path.suffix not in suffixes:
-        known = " or ".join([", ".join(suffixes[:-1])] * (len(suffixes) > 1) + [suffixes[-1]])
-        raise ScheduleError(f"{option} {path}: the file's name must end in {known}")
+        allowed = " or ".join([", ".join(suffixes[:-1])] * (len(suffixes) > 1) + [suffixes[-1]])
+        raise ScheduleError(f"{option} {path}: the file's name must end in {allowed}")
     if path.is_dir():
         raise ScheduleError(f"{option} {path} is a directory: name a file")
     folder = _target(path).parent
@@ -67,8 +67,8 @@ def check_targets(options: Namespace, suffixes: Mapping[str, tuple[str, ...]]) -
         options: parsed options.
         suffixes: allowed suffixes by option name.
     """
-    given = [(f"--{name}", getattr(options, name), suffixes[name]) for name in suffixes]
-    targets = [(option, path, endings) for option, path, endings in given if path is not None]
+    paths = [(f"--{name}", getattr(options, name), suffixes[name]) for name in suffixes]
+    targets = [(option, path, endings) for option, path, endings in paths if path is not None]
     for option, path, endings in targets:
         check_target(option, path, endings)
     _check_distinct([(option, path) for option, path, _ in targets])
@@ -76,19 +76,19 @@ def check_targets(options: Namespace, suffixes: Mapping[str, tuple[str, ...]]) -
 
 def _check_distinct(targets: Sequence[tuple[str, Path]]) -> None:
     """Raise ScheduleError if two options name one file."""
-    seen: dict[Path, str] = {}
+    option_of_path: dict[Path, str] = {}
     for option, path in targets:
-        other = seen.setdefault(_target(path), option)
-        if other != option:
-            raise ScheduleError(f"{other} and {option} both name {path}: use two files")
+        first_option = option_of_path.setdefault(_target(path), option)
+        if first_option != option:
+            raise ScheduleError(f"{first_option} and {option} both name {path}: use two files")
 
 
 def schedule_output(option: str, path: Path, schedule: Schedule) -> Output:
     """Return the output of a schedule as CSV or JSON, by the suffix of the path."""
 
-    def write(beside: Path) -> None:
+    def write(draft: Path) -> None:
         text = schedule.to_csv() if path.suffix == ".csv" else schedule.to_json() + "\n"
-        beside.write_text(text, encoding="utf-8", newline="")
+        draft.write_text(text, encoding="utf-8", newline="")
 
     return Output(option, path, write)
 
@@ -99,25 +99,25 @@ def write_all(outputs: Sequence[Output]) -> None:
     Raises:
         ScheduleError: a file cannot be written; contains its name and the reason.
     """
-    besides: list[Path] = []
+    drafts: list[Path] = []
     try:
         for output in outputs:
             target = _target(output.path)
-            besides.append(target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}"))
+            drafts.append(target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}"))
             with _blaming(output):
-                output.write(besides[-1])
-        for output, beside in zip(outputs, besides, strict=True):
+                output.write(drafts[-1])
+        for output, draft in zip(outputs, drafts, strict=True):
             with _blaming(output):
-                os.replace(beside, _target(output.path))
+                os.replace(draft, _target(output.path))
     finally:
-        for beside in besides:
-            beside.unlink(missing_ok=True)
+        for draft in drafts:
+            draft.unlink(missing_ok=True)
 
 
 def report_written(outputs: Sequence[Output]) -> None:
     """Print the name of every written file."""
-    for each in outputs:
-        print(f"wrote {each.path}")
+    for output in outputs:
+        print(f"wrote {output.path}")
 
 
 def _target(path: Path) -> Path:

@@ -20,7 +20,7 @@ class Formatter(argparse.HelpFormatter):
 
 def group(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:
     """Return the parser's option group with this title; add it if it is missing."""
-    for each in parser._action_groups:
-        if each.title == title:
-            return each
+    for option_group in parser._action_groups:
+        if option_group.title == title:
+            return option_group
     return parser.add_argument_group(title)

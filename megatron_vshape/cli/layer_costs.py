@@ -21,8 +21,8 @@ from megatron_vshape.view.names import plain
 
 def shares(options: argparse.Namespace, measured: Costs | None) -> bool:
     """Return whether the options, not the costs file, enable vocabulary parallelism."""
-    told = measured is not None and measured.shards_output_layer
-    return options.vocab_parallel is not None and not told
+    is_sharded = measured is not None and measured.shards_output_layer
+    return options.vocab_parallel is not None and not is_sharded
 
 
 def cut_of(options: argparse.Namespace, measured: Costs | None) -> StageCostFunction:
@@ -33,18 +33,18 @@ def cut_of(options: argparse.Namespace, measured: Costs | None) -> StageCostFunc
     pieces, layers = pieces_of(options, measured, "--vocab-parallel")
     even = measured is None or len(set(measured.layers or ())) < 2
 
-    def cut(num_stages: int, name: str) -> Costs:
+    def costs_of_stages(num_stages: int, name: str) -> Costs:
         if measured is None and options.layers is None:
             stage = pieces.layer.times(layers / num_stages)
             return replace(replace(pieces, layer=stage).costs((1,) * num_stages), layers=None)
         placement = looping(options.devices, num_stages // options.devices)
         try:
-            deal = even_layers if even else pieces.balanced
-            return pieces.costs(deal(round(layers), placement))
+            distribute = even_layers if even else pieces.balanced
+            return pieces.costs(distribute(round(layers), placement))
         except ScheduleError as error:
             raise ScheduleError(f"{plain(name)}: {error}") from None
 
-    return cut
+    return costs_of_stages
 
 
 def pieces_of(
@@ -80,8 +80,8 @@ def pieces_of(
         sum_us = options.vocab_parallel
         if math.isnan(sum_us):
             sum_us = ALL_REDUCE_TIME * pieces.layer.forward_us * layers / chunks
-        held = 0.0 if measured is None else estimate_logits_bytes(pieces, options.devices)
-        pieces = shared_pieces(pieces, options.devices, sum_us, held)
+        logits_bytes = 0.0 if measured is None else estimate_logits_bytes(pieces, options.devices)
+        pieces = shared_pieces(pieces, options.devices, sum_us, logits_bytes)
     return pieces, layers
 
 
@@ -95,9 +95,9 @@ def _check_measured(options: argparse.Namespace, measured: Costs, layers: float,
         )
     if not measured.shards_output_layer:
         return
-    given = options.vocab_parallel
-    if given is not None and not math.isnan(given):
+    all_reduce_time = options.vocab_parallel
+    if all_reduce_time is not None and not math.isnan(all_reduce_time):
         raise ScheduleError(
-            f"--vocab-parallel {given:g}: {options.costs} contains the all-reduce time: remove "
-            "the value"
+            f"--vocab-parallel {all_reduce_time:g}: {options.costs} contains the all-reduce time: "
+            "remove the value"
         )

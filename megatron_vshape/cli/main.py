@@ -47,7 +47,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _shortened(message: str) -> str:
     """Shorten arguments of any length: the sentence around them helps more."""
-    return re.sub(r"\S{100,}", lambda found: f"{found[0][:60]}...", message)
+    return re.sub(r"\S{100,}", lambda match: f"{match[0][:60]}...", message)
 
 
 def _unknown_arguments(
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status: 0, or 2 with one sentence on stderr."""
     gc.set_threshold(YOUNG_OBJECTS)
     status = _status(sys.argv[1:] if arguments is None else list(arguments))
-    if arguments is None and any(each.name == SEARCH for each in threading.enumerate()):
+    if arguments is None and any(thread.name == SEARCH for thread in threading.enumerate()):
         # A stopped search thread may still run, and Python would wait for it at exit.
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -118,7 +118,7 @@ def _drop_output() -> None:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    chosen = next((each for each in arguments if not each.startswith("-")), None)
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser = _Parser(
         prog=PROGRAM,
         description="Pipeline schedules with controllable activation memory.",
@@ -135,15 +135,15 @@ def _run(arguments: Sequence[str]) -> int:
             command = importlib.import_module(f"megatron_vshape.cli.{name}")
             command.add_arguments(sub)
             sub.set_defaults(run=command.run)
-    at = arguments.index("--") if "--" in arguments else len(arguments)
-    options, unknown = parser.parse_known_args(arguments[:at])
+    separator = arguments.index("--") if "--" in arguments else len(arguments)
+    options, unknown = parser.parse_known_args(arguments[:separator])
     if unknown:
         raise ScheduleError(_unknown_arguments(chosen, unknown, commands.choices))
-    options.words = arguments[:at]
-    if at < len(arguments):
+    options.words = arguments[:separator]
+    if separator < len(arguments):
         if not hasattr(options, "command"):
             raise ScheduleError(f"{chosen} does not accept a command after --")
-        options.command = list(arguments[at + 1 :])
+        options.command = list(arguments[separator + 1 :])
     status = options.run(options)
     sys.stdout.flush()
     return int(status)

@@ -29,7 +29,7 @@ class Times(NamedTuple):
     backward: float
     weight: float
     send: float
-    whole: float | None = None
+    full_backward: float | None = None
 
     @property
     def split(self) -> tuple[float, float, float, float]:
@@ -39,11 +39,13 @@ class Times(NamedTuple):
     @property
     def saved(self) -> float:
         """Time that an unsplit backward saves, compared with B + W."""
-        return 0.0 if self.whole is None else self.backward + self.weight - self.whole
+        return (
+            0.0 if self.full_backward is None else self.backward + self.weight - self.full_backward
+        )
 
     def __str__(self) -> str:
-        whole = [] if self.whole is None else [f"BW={argument(self.whole)}"]
-        return ",".join([*map(argument, self.split), *whole])
+        full_backward = [] if self.full_backward is None else [f"BW={argument(self.full_backward)}"]
+        return ",".join([*map(argument, self.split), *full_backward])
 
 
 UNIT_COST = Times(1.0, 1.0, 1.0, 0.0)
@@ -78,7 +80,7 @@ class UnitFormat:
 
 
 @contextmanager
-def limits_told(units: UnitFormat) -> Iterator[None]:
+def format_limit_errors(units: UnitFormat) -> Iterator[None]:
     """Format errors about limits that nothing fits in the units of the options."""
     try:
         yield
@@ -100,15 +102,15 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
 def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --cost and --costs, which are mutually exclusive, --embedding and --head."""
     model = group(parser, MODEL)
-    either = model.add_mutually_exclusive_group()
-    either.add_argument(
+    exclusive = model.add_mutually_exclusive_group()
+    exclusive.add_argument(
         "--cost",
         type=cost,
         metavar="F,B,W,COMM",
         help="Relative times of a chunk (1/(2D) of the model) and of a P2P message (default: "
         "1,1,1,0); a fifth value BW=X is that of an unsplit backward (default: B + W)",
     )
-    either.add_argument(
+    exclusive.add_argument(
         "--costs", type=Path, metavar="FILE", help="Costs file (JSON): us and bytes of each stage"
     )
     for name, stage in (("--embedding", "first"), ("--head", "last")):
@@ -143,19 +145,19 @@ def chunks(text: str) -> int:
 
 def cost(text: str) -> Times:
     """Parse the times of --cost."""
-    parts, whole = text.split(","), None
+    parts, full_backward = text.split(","), None
     if parts[-1].lower().startswith("bw="):
-        whole = _time(parts.pop()[3:], "BW")
-    if len(parts) == 2 and whole is None:
-        forward, both = map(_time, parts, ("F", "BW"))
-        return Times(forward, both / 2, both / 2, 0.0)
+        full_backward = _time(parts.pop()[3:], "BW")
+    if len(parts) == 2 and full_backward is None:
+        forward, full = map(_time, parts, ("F", "BW"))
+        return Times(forward, full / 2, full / 2, 0.0)
     if len(parts) != len(_COST_NAMES):
         raise argparse.ArgumentTypeError(
             f"{text!r:.60} has {len(parts)} values; it needs four, F,B,W,COMM, as in "
             "1,1.15,0.85,0.05, which BW=1.9 may follow; or two, F,BW, as in 1,2"
         )
     forward, backward, weight, send = map(_time, parts, _COST_NAMES)
-    return Times(forward, backward, weight, send, whole)
+    return Times(forward, backward, weight, send, full_backward)
 
 
 def end(text: str) -> tuple[float, ...]:
@@ -204,12 +206,12 @@ def float_or_nan(text: str) -> float:
         return math.nan
 
 
-def number_of(what: str, least: float = 0.0) -> Callable[[str], float]:
-    """Return a parser for finite numbers of at least `least`; `what` describes them in errors."""
+def number_of(what: str, minimum: float = 0.0) -> Callable[[str], float]:
+    """Return a parser for finite numbers of at least `minimum`; `what` describes them in errors."""
 
     def read(text: str) -> float:
         value = float_or_nan(text)
-        if not least <= value < math.inf:
+        if not minimum <= value < math.inf:
             raise argparse.ArgumentTypeError(f"{text!r:.40} is not {what}")
         return value
 
@@ -236,25 +238,27 @@ def headroom_of(text: str | None, limit: float, in_bytes: bool) -> float:
     if 0 <= share < 1:
         return share * limit
     if share >= 1:
-        more = f" or {text}GiB" if in_bytes else ""
-        raise ScheduleError(f"--headroom {text!r:.40} has no unit: use {text:.40}%{more}")
+        alternative = f" or {text}GiB" if in_bytes else ""
+        raise ScheduleError(f"--headroom {text!r:.40} has no unit: use {text:.40}%{alternative}")
     unit = next((name for name in UNITS if in_bytes and lowered.endswith(name)), "%")
     value = float_or_nan(lowered.removesuffix(unit))
-    kept = value * UNITS[unit] if unit in UNITS else value / 100 * limit
-    if not (lowered.endswith(unit) and 0 <= kept < limit):
-        wanted = "a share, as in 5% or 0.05" + (", or GiB, as in 2GiB" if in_bytes else "")
+    headroom = value * UNITS[unit] if unit in UNITS else value / 100 * limit
+    if not (lowered.endswith(unit) and 0 <= headroom < limit):
+        expected = "a share, as in 5% or 0.05" + (", or GiB, as in 2GiB" if in_bytes else "")
         raise ScheduleError(
-            f"--headroom {text!r:.40} leaves no limit: give {wanted}, of less than all of it"
+            f"--headroom {text!r:.40} leaves no limit: give {expected}, of less than all of it"
         )
-    return kept
+    return headroom
 
 
 def _time(text: str, name: str) -> float:
     value = float_or_nan(text)
-    least_excluded = name != "COMM"
-    if not math.isfinite(value) or value < 0 or (least_excluded and value == 0):
-        wanted = "above 0" if least_excluded else "of at least 0"
-        raise argparse.ArgumentTypeError(f"{name} is {text!r}; it must be a finite number {wanted}")
+    excludes_zero = name != "COMM"
+    if not math.isfinite(value) or value < 0 or (excludes_zero and value == 0):
+        expected = "above 0" if excludes_zero else "of at least 0"
+        raise argparse.ArgumentTypeError(
+            f"{name} is {text!r}; it must be a finite number {expected}"
+        )
     return value
 
 
@@ -279,16 +283,16 @@ def cut_of(
         ends: costs of embedding and output layer.
     """
 
-    def cut(num_stages: int, name: str) -> Costs:
+    def costs_of_stages(num_stages: int, name: str) -> Costs:
         if measured is not None:
             return recut(measured, num_stages, devices, plain(name), num_layers)
         if num_layers is not None:
             even_layers(num_layers, looping(devices, num_stages // devices))
         times = cost or UNIT_COST
         costs = Costs.uniform(devices, num_stages, *times.split)
-        if times.whole is not None:
-            whole = times.whole * 2 * devices / num_stages
-            costs = costs.having(whole_backward_us=(whole,) * num_stages)
+        if times.full_backward is not None:
+            full_backward_us = times.full_backward * 2 * devices / num_stages
+            costs = costs.having(whole_backward_us=(full_backward_us,) * num_stages)
         return costs if ends == (NOTHING, NOTHING) else with_ends(costs, *ends)
 
-    return cut
+    return costs_of_stages

@@ -35,20 +35,20 @@ def safe_words(text: str) -> list[str]:
             f"{command.script}. Estimate it {IN_TERMINAL}"
         )
     # Flags in FILES are removed before a dry run; a pattern separates its parts by slashes.
-    left = command.without(lambda flag: flag in FILES or flag in _PATTERNS)
+    checked_command = command.without(lambda flag: flag in FILES or flag in _PATTERNS)
     variables = {
         name: value for name, value in command.environment.items() if name.startswith(VARIABLES)
     }
-    for word in (*left.flags, *variables.values()):
+    for word in (*checked_command.flags, *variables.values()):
         if _PATH.search(word):
             raise ScheduleError(
                 f"the page reads no files, and the command names {word!r:.80}. Estimate it "
                 f"{IN_TERMINAL}"
             )
-    if not (left.value("--spec") or "megatron.").startswith("megatron."):
+    if not (checked_command.value("--spec") or "megatron.").startswith("megatron."):
         raise ScheduleError(
-            f"the page imports no modules but Megatron's, and --spec is {left.value('--spec')!r}. "
-            f"Estimate it {IN_TERMINAL}"
+            "the page imports no modules but Megatron's, and --spec is "
+            f"{checked_command.value('--spec')!r}. Estimate it {IN_TERMINAL}"
         )
     set_before = [f"{name}={value}" for name, value in variables.items()]
     launched = [word for pair in command.launched.items() for word in pair]
@@ -68,9 +68,9 @@ def _command_of(text: str) -> Command:
         words = shlex.split(" ".join(lines))
     except ValueError as error:
         raise ScheduleError(f"the command cannot be split into words: {error}") from None
-    named = [at for at, word in enumerate(words) if word.endswith(".py")]
-    named += [words.index("-m") + 1] if not named and "-m" in words[:-1] else []
-    flags = words[named[0] + 1 :] if named else words
+    script_indices = [index for index, word in enumerate(words) if word.endswith(".py")]
+    script_indices += [words.index("-m") + 1] if not script_indices and "-m" in words[:-1] else []
+    flags = words[script_indices[0] + 1 :] if script_indices else words
     if flags and not flags[0].startswith("-"):
         raise ScheduleError(
             f"the page reads no files, and the command starts with {flags[0]!r:.80}: paste the "

@@ -32,13 +32,13 @@ from megatron_vshape.cli.options import (
     cut_of,
     ends_of,
     float_or_nan,
+    format_limit_errors,
     headroom_of,
-    limits_told,
     number_of,
     time_of_0,
 )
 from megatron_vshape.cli.plan_figures import run_frontier, write_page
-from megatron_vshape.cli.progress import told
+from megatron_vshape.cli.progress import report_progress
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import simulate, usable_host_bytes
@@ -190,8 +190,8 @@ def _slice_counts(text: str) -> int | tuple[int, ...]:
     """Parse the slices per microbatch: a number, several to choose from, or `auto`."""
     if text == AUTO:
         return SLICES
-    found = tuple(dict.fromkeys(map(count, text.split(","))))
-    return found[0] if len(found) == 1 else found
+    slice_counts = tuple(dict.fromkeys(map(count, text.split(","))))
+    return slice_counts[0] if len(slice_counts) == 1 else slice_counts
 
 
 def _copy_time(text: str) -> float:
@@ -245,18 +245,18 @@ def run(options: argparse.Namespace) -> int:
         return run_frontier(request, options.frontier, options.seconds, units)
     limit = _limit(options, request, measured is not None)
     request = replace(request, limit=limit)
-    with told(units.time) as progress, limits_told(units):
+    with report_progress(units.time) as progress, format_limit_errors(units):
         budget = Budget(options.seconds, progress.search)
 
-        def tell(best: PlanResult | None) -> None:
-            what = "none yet"
+        def report_best(best: PlanResult | None) -> None:
+            text = "none yet"
             if best is not None:
-                what = f"{units.time(best.plan.value)}, peak {units.held(max(best.plan.peak))}"
-            progress.line(f"interrupted; the best so far: {what}")
+                text = f"{units.time(best.plan.value)}, peak {units.held(max(best.plan.peak))}"
+            progress.line(f"interrupted; the best so far: {text}")
 
         work = partial(_searched, request, budget, units, options.all)
         # The search runs in a thread: None means that the time limit or Ctrl-C stopped it early.
-        searched = budget.run(work, tell)
+        searched = budget.run(work, report_best)
         result, compared = searched or _cut_short(request, budget)
         # A search that was stopped may be slower than a published schedule that fits.
         if searched and budget.stopped():
@@ -297,16 +297,18 @@ def _searched(
     """Search for the best plan; return it with its comparison table."""
     result = plan_request(request, budget)
     budget.register_result(lambda: result)
-    rows, others = _comparison_rows(request, result, budget, units.held, units.time, every)
+    rows, num_omitted = _comparison_rows(request, result, budget, units.held, units.time, every)
     compared = table(rows)
-    if others:
-        compared += f"\n{others} more rows with --all: slower, or above the limit and not faster"
+    if num_omitted:
+        compared += (
+            f"\n{num_omitted} more rows with --all: slower, or above the limit and not faster"
+        )
     if budget.stopped():
         compared += "\nfurther rows skipped (time limit)"
     return result, compared
 
 
-def _layers_told(request: PlanRequest, result: PlanResult) -> list[tuple[str, str]]:
+def _format_layers(request: PlanRequest, result: PlanResult) -> list[tuple[str, str]]:
     """Format the layers per stage as the training flag, if the plan has balanced them."""
     layers = result.costs.layers
     if request.layers is None or layers is None:
@@ -372,13 +374,13 @@ def _cut(options: argparse.Namespace, measured: Costs | None) -> StageCostFuncti
     ends = ends_of(options, options.layers)
     base = cut_of(options.devices, options.cost, measured, options.layers, ends)
 
-    def cut(num_stages: int, name: str) -> Costs:
+    def costs_of_stages(num_stages: int, name: str) -> Costs:
         costs = base(num_stages, name)
         if options.offload is not None:
             costs = with_copies(costs, options.offload)
         return costs if options.host is None else replace(costs, host_us=options.host)
 
-    return cut
+    return costs_of_stages
 
 
 def _pieces(options: argparse.Namespace, measured: Costs | None) -> tuple[Pieces, int] | None:
@@ -423,24 +425,30 @@ def _check(options: argparse.Namespace) -> None:
 
 def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
     """Return the costs of the stages that the search distributes."""
-    devices, most = options.devices, options.chunks
+    devices, max_chunks = options.devices, options.chunks
     split = _pieces(options, measured)
     if split is not None:
         pieces, num_layers = split
-        counts = (each for each in (BASE_CHUNKS, 2) if each <= (most or BASE_CHUNKS))
-        chunks = next((each for each in counts if each * devices <= num_layers + 2), 1)
+        counts = (
+            num_chunks
+            for num_chunks in (BASE_CHUNKS, 2)
+            if num_chunks <= (max_chunks or BASE_CHUNKS)
+        )
+        chunks = next(
+            (num_chunks for num_chunks in counts if num_chunks * devices <= num_layers + 2), 1
+        )
         return pieces.costs(pieces.balanced(num_layers, looping(devices, chunks)))
-    cut = _cut(options, measured)
+    costs_of_stages = _cut(options, measured)
     if measured is not None:
-        if most is None or measured.num_stages <= most * devices:
+        if max_chunks is None or measured.num_stages <= max_chunks * devices:
             shares = options.vocab_parallel is not None
-            return cut(measured.num_stages, "a plan") if shares else measured
+            return costs_of_stages(measured.num_stages, "a plan") if shares else measured
     total = options.layers if measured is None else measured.num_stages
     # even numbers first: the V placement needs one
     for chunks in (BASE_CHUNKS, 2, *range(6, MOST_CHUNKS + 1, 2), 3, 1):
-        if chunks <= (most or MOST_CHUNKS) and (total or 0) % (chunks * devices) == 0:
+        if chunks <= (max_chunks or MOST_CHUNKS) and (total or 0) % (chunks * devices) == 0:
             check_size(chunks * devices, options.microbatches)
-            return cut(chunks * devices, "a plan")
+            return costs_of_stages(chunks * devices, "a plan")
     raise ScheduleError(
         f"--layers {options.layers} is not a multiple of {devices} ranks: change --layers, or add "
         f"--layer-split {AUTO_SPLIT}"
@@ -467,11 +475,13 @@ def _given_limit(text: str | None, request: PlanRequest, in_bytes: bool) -> floa
     name = (text or "1f1b").partition(":")[0]
     if text is None or name in EVERY_NAME or Path(name).suffix in SUFFIXES:
         return max(limits_of(replace(request, limit=text)))
-    more = ", nor a schedule such as interleaved-1f1b:4"
-    return _memory("--memory-limit", text, request, in_bytes, more)
+    alternative = ", nor a schedule such as interleaved-1f1b:4"
+    return _memory("--memory-limit", text, request, in_bytes, alternative)
 
 
-def _memory(option: str, text: str, request: PlanRequest, in_bytes: bool, more: str = "") -> float:
+def _memory(
+    option: str, text: str, request: PlanRequest, in_bytes: bool, alternative: str = ""
+) -> float:
     """Parse chunks or GiB of an option, to the unit of the costs' memory."""
     lowered = text.lower().strip()
     unit = next((name for name in UNITS if lowered.endswith(name)), None)
@@ -479,7 +489,7 @@ def _memory(option: str, text: str, request: PlanRequest, in_bytes: bool, more: 
     if not 0 < value < float("inf"):
         raise ScheduleError(
             f"{option} {text!r:.40} is neither chunks, such as {request.num_devices + 2}, nor GiB "
-            f"such as 12.5GiB{more}"
+            f"such as 12.5GiB{alternative}"
         )
     if unit is None:
         return value * chunk_of(request.full_costs(), request.num_devices)
@@ -523,28 +533,28 @@ def _split_text(schedule: Schedule) -> str:
 
 
 def _print(request: PlanRequest, result: PlanResult, limit: float, units: UnitFormat) -> None:
-    made, slices = result.plan, result.schedule.slices
-    timeline = simulate(made.schedule, result.costs)
-    if made.schedule.num_devices * made.schedule.num_microbatches <= 256:
+    plan, slices = result.plan, result.schedule.slices
+    timeline = simulate(plan.schedule, result.costs)
+    if plan.schedule.num_devices * plan.schedule.num_microbatches <= 256:
         print(picture(timeline, columns(), wants_colour(sys.stdout)) + "\n")
-    time, held, unit = units.time, units.held, "" if units.in_bytes else " in --cost units"
+    time, memory, unit = units.time, units.held, "" if units.in_bytes else " in --cost units"
     lines = [
-        (str(made.objective), f"{time(made.value)}{unit}"),
-        ("busy time", f"{time(made.busy)} (busiest rank)"),
-        ("bubble", f"{percent(made.bubble)} ({time(_without_rounding_error(made))})"),
+        (str(plan.objective), f"{time(plan.value)}{unit}"),
+        ("busy time", f"{time(plan.busy)} (busiest rank)"),
+        ("bubble", f"{percent(plan.bubble)} ({time(_without_rounding_error(plan))})"),
         *labelled("idle", idle_lines(timeline)),
-        ("lower bound", f"{time(made.lower_bound)} for this placement"),
+        ("lower bound", f"{time(plan.lower_bound)} for this placement"),
         ("optimality gap", _gap_text(result)),
-        ("placement", placement_text(made.schedule)),
+        ("placement", placement_text(plan.schedule)),
         *([("slices", f"{slices} per microbatch")] if slices > 1 else []),
-        ("peak memory", f"{held(max(made.peak))}, limit {held(limit)}"),
-        *labelled("per rank", peak_lines(made.schedule, result.costs)),
-        ("split backward", _split_text(made.schedule)),
-        *offload_lines(timeline, result.costs, held),
+        ("peak memory", f"{memory(max(plan.peak))}, limit {memory(limit)}"),
+        *labelled("per rank", peak_lines(plan.schedule, result.costs)),
+        ("split backward", _split_text(plan.schedule)),
+        *offload_lines(timeline, result.costs, memory),
     ]
     if units.in_bytes:
         lines += labelled("costs", overhead_lines(result.costs))
-    lines += _layers_told(request, result)
+    lines += _format_layers(request, result)
     for label, value in lines:
         print(f"{label:<16}{value}")
 
@@ -555,12 +565,12 @@ def _without_rounding_error(plan: Plan) -> float:
 
 
 def _gap_text(result: PlanResult) -> str:
-    value, own = result.plan.value, result.plan.gap
+    value, gap = result.plan.value, result.plan.gap
     if not result.searched_bound:  # cut short
-        return f"at most {percent(own)} for this placement"
+        return f"at most {percent(gap)} for this placement"
     searched = value / result.searched_bound - 1
     return (
-        f"at most {percent(own)} for this placement, {percent(max(searched, own))} for all "
+        f"at most {percent(gap)} for this placement, {percent(max(searched, gap))} for all "
         "searched placements"
     )
 
@@ -578,7 +588,7 @@ def _comparison_rows(
     request: PlanRequest,
     result: PlanResult,
     budget: Budget,
-    held: Text,
+    memory: Text,
     time: Text,
     every: bool = False,
 ) -> tuple[list[list[str]], int]:
@@ -592,86 +602,89 @@ def _comparison_rows(
         request: the plan request.
         result: the plan result.
         budget: after it is used up, no further schedule is generated.
-        held: formats memory.
+        memory: formats memory.
         time: formats times.
         every: return all rows.
     """
     idle = simulate(result.schedule, result.costs).mean_idle
     best = result.plan
     name = "plan" if result.baseline is None else str(result.baseline)
-    rest: list[_TableRow] = []
-    for each in compare_baselines(request, result, budget):
-        if each.baseline is not None and each.baseline == result.baseline:
+    table_rows: list[_TableRow] = []
+    for evaluated in compare_baselines(request, result, budget):
+        if evaluated.baseline is not None and evaluated.baseline == result.baseline:
             continue
-        value, within = request.objective.of(each.timeline), fits(each.peak, result.limits)
-        cells = _row(each, value, within, result, held, time)
-        family = cells[0] if each.baseline is None else each.baseline.name
-        rest.append(_TableRow(not within, value, family, cells))
-    rest += _tried_rows(result, time)
-    rest.sort(key=lambda each: each[:2])
-    shown = rest if every else _worth_showing(rest, best.value)
-    own = [name, str(result.schedule.num_chunks), held(max(best.peak)), time(best.value)]
-    rows = [HEADING, [*own, percent(idle), "recommended"], *(each.cells for each in shown)]
-    return rows, len(rest) - len(shown)
+        value, within = (
+            request.objective.of(evaluated.timeline),
+            fits(evaluated.peak, result.limits),
+        )
+        cells = _row(evaluated, value, within, result, memory, time)
+        family = cells[0] if evaluated.baseline is None else evaluated.baseline.name
+        table_rows.append(_TableRow(not within, value, family, cells))
+    table_rows += _strategy_rows(result, time)
+    table_rows.sort(key=lambda row: row[:2])
+    shown = table_rows if every else _worth_showing(table_rows, best.value)
+    plan_row = [name, str(result.schedule.num_chunks), memory(max(best.peak)), time(best.value)]
+    rows = [HEADING, [*plan_row, percent(idle), "recommended"], *(row.cells for row in shown)]
+    return rows, len(table_rows) - len(shown)
 
 
 def _worth_showing(rows: Sequence[_TableRow], best: float) -> list[_TableRow]:
     """Return the rows that help to choose, in order."""
     families: set[str] = set()
     shown: list[_TableRow] = []
-    for each in rows:
-        first = each.family not in families
-        helps = first and each.value < best if each.out else len(shown) < RUNNERS_UP
-        if helps or (first and each.family in MEGATRONS_OWN):
-            shown.append(each)
-            families.add(each.family)
+    for row in rows:
+        first = row.family not in families
+        helps = first and row.value < best if row.out else len(shown) < RUNNERS_UP
+        if helps or (first and row.family in MEGATRONS_OWN):
+            shown.append(row)
+            families.add(row.family)
     return shown
 
 
-def _tried_rows(result: PlanResult, time: Text) -> Iterator[_TableRow]:
+def _strategy_rows(result: PlanResult, time: Text) -> Iterator[_TableRow]:
     """Yield the plans of the other strategies to save memory, or their lower bounds."""
     best = result.plan
     by_words: dict[str, tuple[float, bool]] = {}
     # A single strategy is the searched plan before its B and W are fused.
-    for way, value, bound in (
+    for strategy, value, bound in (
         best.evaluated_strategies if len(best.evaluated_strategies) > 1 else ()
     ):
-        words = f"plan: {way.text}"
-        found = (bound, True) if value is None else (value, False)
-        by_words[words] = min(found, by_words.get(words, found))
-    for words, (value, least) in by_words.items():
+        words = f"plan: {strategy.text}"
+        estimate = (bound, True) if value is None else (value, False)
+        by_words[words] = min(estimate, by_words.get(words, estimate))
+    for words, (value, is_bound) in by_words.items():
         slower = value / best.value - 1
         if slower <= SAME:  # the plan itself, or an equal one
             continue
         why = f"{percent(slower)} slower"
         row = [words, "", "", time(value), "", why]
-        if least:
+        if is_bound:
             row[TIME:] = [f">= {time(value)}", "", f"at least {why}"]
         yield _TableRow(False, value, words, row)
 
 
 def _row(
-    each: EvaluatedSchedule,
+    evaluated: EvaluatedSchedule,
     value: float,
     within: bool,
     result: PlanResult,
-    held: Text,
+    memory: Text,
     time: Text,
 ) -> list[str]:
     slower = value / result.plan.value - 1
     if within:
         why = f"{percent(slower)} slower" if slower > 1e-9 else "as fast"
     else:
-        over = max(peak - limit for peak, limit in zip(each.peak, result.limits, strict=True))
-        why = f"{held(over)} above the limit"
-    peak, idle = held(max(each.peak)), percent(each.timeline.mean_idle)
+        over = max(peak - limit for peak, limit in zip(evaluated.peak, result.limits, strict=True))
+        why = f"{memory(over)} above the limit"
+    peak, idle = memory(max(evaluated.peak)), percent(evaluated.timeline.mean_idle)
     return [
-        str(each.baseline),
-        str(each.schedule.num_chunks),
+        str(evaluated.baseline),
+        str(evaluated.schedule.num_chunks),
         peak,
         time(value),
         idle,
-        why + _note(each.baseline, result),
+        why + _note(evaluated.baseline, result),
     ]
 
 
@@ -685,12 +698,12 @@ def _note(baseline: BaselineSpec | None, result: PlanResult) -> str:
 
 def _recommended(result: PlanResult) -> str:
     """Format the recommendation as one sentence."""
-    known, chunks = result.baseline, result.schedule.num_chunks
-    if known is not None and result.is_megatrons:
+    baseline, chunks = result.baseline, result.schedule.num_chunks
+    if baseline is not None and result.is_megatrons:
         stages = f" with {chunks} virtual stages per rank" if chunks > 1 else ""
-        name = f"stock Megatron's {known.name}{stages}"
+        name = f"stock Megatron's {baseline.name}{stages}"
         return f"recommended: {name}; no plan within the limit is faster"
-    if known is not None:
-        return f"recommended: {known}, as published; no plan within the limit is faster"
-    each = "chunk" if chunks == 1 else "chunks"
-    return f"recommended: the plan, with {chunks} {each} per rank"
+    if baseline is not None:
+        return f"recommended: {baseline}, as published; no plan within the limit is faster"
+    unit = "chunk" if chunks == 1 else "chunks"
+    return f"recommended: the plan, with {chunks} {unit} per rank"

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from megatron_vshape.cli.files import Output, report_written, write_all
-from megatron_vshape.cli.options import UnitFormat, limits_told
-from megatron_vshape.cli.progress import Progress, told
+from megatron_vshape.cli.options import UnitFormat, format_limit_errors
+from megatron_vshape.cli.progress import Progress, report_progress
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.plan import Point, frontier, published_points
@@ -36,12 +36,12 @@ def run_frontier(request: PlanRequest, path: Path, seconds: float | None, units:
     limits = [units.chunk * chunks for chunks in range(2, 2 * request.num_devices + 1)]
     if seconds is not None:
         request = replace(request, seconds=seconds / len(limits))
-    with told(units.time) as progress, limits_told(units):
+    with report_progress(units.time) as progress, format_limit_errors(units):
         points = _followed(request, limits, units.chunk, progress)
-        others = list(published_points(request))
-    rows = _frontier_rows(points, others, units)
+        published = list(published_points(request))
+    rows = _frontier_rows(points, published, units)
     unit, size = ("GiB", GIB) if units.in_bytes else ("chunks", units.chunk)
-    drawn = frontier_figure(points, others, f"memory limit, {unit}", 1 / size)
+    drawn = frontier_figure(points, published, f"memory limit, {unit}", 1 / size)
     outputs = [
         Output("--frontier", path, partial(save, drawn)),
         Output("--frontier", path.with_suffix(".csv"), partial(_write_csv, rows)),
@@ -73,13 +73,13 @@ def _followed(
 
 
 def _frontier_rows(
-    points: Sequence[Point], others: Sequence[Point], units: UnitFormat
+    points: Sequence[Point], published: Sequence[Point], units: UnitFormat
 ) -> list[list[str]]:
     """Return a heading, a row per limit, and a row per published schedule, by memory.
 
     Numbers have the format of spreadsheets.
     """
-    fastest = min(point.value for point in (*points, *others))
+    fastest = min(point.value for point in (*points, *published))
     unit, times = (", ms", 1000.0) if units.in_bytes else ("", 1.0)
     heading = ["schedule", "limit, chunks", "peak, chunks", f"step time{unit}", "above the fastest"]
     rows = [[*heading, f"lower bound{unit}"]]
@@ -87,12 +87,12 @@ def _frontier_rows(
     def number(value: float, digits: int = 4) -> str:
         return fixed(value, digits).replace(",", "")
 
-    for point in sorted([*points, *others], key=lambda each: (each.limit, each.value)):
+    for point in sorted([*points, *published], key=lambda point: (point.limit, point.value)):
         bound = "" if point.plan is None else number(point.plan.lower_bound / times, 6)
         limit = "" if point.plan is None else number(point.limit / units.chunk)
-        held, value = number(point.peak / units.chunk), number(point.value / times, 6)
+        peak, value = number(point.peak / units.chunk), number(point.value / times, 6)
         name, slower = plain(point.schedule.name), percent(point.value / fastest - 1)
-        rows.append([name, limit, held, value, slower, bound])
+        rows.append([name, limit, peak, value, slower, bound])
     return rows
 
 
@@ -108,14 +108,14 @@ def write_page(
     """Write the plan as an interactive page, with the command that reproduces it."""
     from megatron_vshape.playground.html import plain_facts, write_html
 
-    made, costs = result.plan, result.costs
-    timeline = simulate(made.schedule, costs)
-    base = base_peak(made.schedule.num_devices, costs)
+    plan, costs = result.plan, result.costs
+    timeline = simulate(plan.schedule, costs)
+    base = base_peak(plan.schedule.num_devices, costs)
     facts = replace(
         plain_facts(timeline, in_bytes=units.in_bytes, base_peak=base),
         limit=limit,
-        lower_bound=made.lower_bound,
-        bounded=str(made.objective),
+        lower_bound=plan.lower_bound,
+        bounded=str(plan.objective),
         title=f"Plan within {units.held(limit)}",
         recipe=command,
     )

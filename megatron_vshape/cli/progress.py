@@ -32,8 +32,8 @@ class Progress:
 
     def search(self, steps: int, best: float, bound: float) -> None:
         """Store the state of the search for the next report; a planner callback."""
-        told = f"{steps:,} steps, best {self._time_text(best)}"
-        self.say(f"{told}, lower bound {self._time_text(bound)}")
+        text = f"{steps:,} steps, best {self._time_text(best)}"
+        self.say(f"{text}, lower bound {self._time_text(bound)}")
 
     def say(self, text: str) -> None:
         """Store a text for the next report."""
@@ -68,7 +68,7 @@ class Progress:
 
 
 @contextmanager
-def told(time_text: Callable[[float], str]) -> Iterator[Progress]:
+def report_progress(time_text: Callable[[float], str]) -> Iterator[Progress]:
     """Report progress on stderr in this context, if it lasts long enough.
 
     A thread prints the reports, because much of the work (creating orders, compiling the inner

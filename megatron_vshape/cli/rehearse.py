@@ -25,7 +25,7 @@ from megatron_vshape.cli.files import (
     write_all,
 )
 from megatron_vshape.cli.help import MODEL, OUTPUT, SEARCH, group
-from megatron_vshape.cli.progress import told
+from megatron_vshape.cli.progress import report_progress
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import counted, counting, measured, report
 from megatron_vshape.rehearsal.flags import (
@@ -130,18 +130,24 @@ def run(options: argparse.Namespace) -> int:
     if options.costs is not None:
         return _write_costs(command, config, sizes, stages, options)
     runs = _runs(command, options, sizes)
-    jobs = [config.job(each, sizes, at, name) for name, each in runs.items() for at in stages]
-    with told(lambda us: f"{us:.0f} us"):
-        found = _found(rehearse_all(config.programs, jobs), command, sizes)
-        mine = found.pop("")
-        helps = [] if options.alone else remedy_lines(command, config, sizes, mine, headroom_bytes)
-    step = step_of(mine, command, gpu, sizes.stage_stride)
-    _print(mine, found, command, gpu, sizes, step)
-    verdict = report.verdict(mine, gpu, headroom_bytes)
+    jobs = [
+        config.job(run_command, sizes, stage, name)
+        for name, run_command in runs.items()
+        for stage in stages
+    ]
+    with report_progress(lambda us: f"{us:.0f} us"):
+        baselines = _found(rehearse_all(config.programs, jobs), command, sizes)
+        reports = baselines.pop("")
+        helps = (
+            [] if options.alone else remedy_lines(command, config, sizes, reports, headroom_bytes)
+        )
+    step = step_of(reports, command, gpu, sizes.stage_stride)
+    _print(reports, baselines, command, gpu, sizes, step)
+    verdict = report.verdict(reports, gpu, headroom_bytes)
     for line in (verdict, *helps):
         print(report.wrapped(line))
     texts = {"verdict": verdict, "remedies": helps}
-    _write(mine, found, command, options, gpu, step, texts)
+    _write(reports, baselines, command, options, gpu, step, texts)
     return 0
 
 
@@ -163,15 +169,15 @@ def _check_files(options: argparse.Namespace) -> None:
 
 def _check(command: Command, config: DryRunConfig, sizes: Sizes, stages: Sequence[int]) -> int:
     """Run the start-up checks of these ranks, print the result, and return the exit status."""
-    jobs = [config.job(command, sizes, at, "", check=True) for at in stages]
+    jobs = [config.job(command, sizes, stage, "", check=True) for stage in stages]
     if 0 in stages:  # rank 0 logs for all
         jobs[stages.index(0)]["rank"] = 0
     schedule = command.value(SCHEDULE) or "Megatron's own schedule"
-    for found in check_all(config.programs, jobs):
-        if isinstance(found, FailedRank):
-            print(f"does not start with {schedule}: {_with_split(found.error, command, sizes)}")
+    for result in check_all(config.programs, jobs):
+        if isinstance(result, FailedRank):
+            print(f"does not start with {schedule}: {_with_split(result.error, command, sizes)}")
             return 1
-        for notice in found.notices:
+        for notice in result.notices:
             print(report.wrapped(notice))
     print(f"starts with {schedule}")
     return 0
@@ -208,13 +214,13 @@ def _found(
         ScheduleError: a rank could not be estimated.
     """
     by_run: dict[str, list[RankReport]] = {}
-    for each in results:
-        if isinstance(each, FailedRank):
-            error = _with_split(each.error, command, sizes)
+    for result in results:
+        if isinstance(result, FailedRank):
+            error = _with_split(result.error, command, sizes)
             raise ScheduleError(f"the command could not be rehearsed: {error}")
-        by_run.setdefault(each.name, []).append(each)
-    for found in by_run.values():
-        found.sort(key=lambda each: each.stage)
+        by_run.setdefault(result.name, []).append(result)
+    for reports in by_run.values():
+        reports.sort(key=lambda rank_report: rank_report.stage)
     if "" not in by_run:
         raise ScheduleError(
             "the estimate ended without a result: try --jobs 1, which needs less memory"
@@ -223,14 +229,14 @@ def _found(
 
 
 def _print(
-    mine: Sequence[RankReport],
-    others: Mapping[str, Sequence[RankReport]],
+    reports: Sequence[RankReport],
+    baselines: Mapping[str, Sequence[RankReport]],
     command: Command,
     gpu: Gpu,
     sizes: Sizes,
     step: StepTime,
 ) -> None:
-    first = mine[0]
+    first = reports[0]
     shape = first.sizes
     print(
         f"{command.value(SCHEDULE) or 'Megatron' + chr(39) + 's own schedule'}, TP {shape.tp} x "
@@ -238,25 +244,25 @@ def _print(
         f"{gpu.name.upper()} with {report.gib(gpu.memory_bytes)} GiB, {first.microbatches} "
         "microbatches. Estimated, not measured.\nGiB by pipeline rank:"
     )
-    print("\n".join(report.table(mine, gpu)))
-    for each in mine:
-        print(report.wrapped(report.when(each)))
-        if each.graph_bytes is not None:
-            print(report.wrapped(report.with_graphs(each, each.graph_bytes)))
-    for name, found in others.items():
-        peaks = ", ".join(report.gib(each.peak_bytes) for each in found)
-        stages = "" if len(found) == len(mine) else " on " + _stages(found)
+    print("\n".join(report.table(reports, gpu)))
+    for rank_report in reports:
+        print(report.wrapped(report.when(rank_report)))
+        if rank_report.graph_bytes is not None:
+            print(report.wrapped(report.with_graphs(rank_report, rank_report.graph_bytes)))
+    for name, baseline in baselines.items():
+        peaks = ", ".join(report.gib(rank_report.peak_bytes) for rank_report in baseline)
+        stages = "" if len(baseline) == len(reports) else " on " + _stages(baseline)
         print(f"{name}: peak {peaks} GiB{stages}")
     print(report.wrapped(f"step time {step.seconds:.2f} s: {step.how}"))
 
 
-def _stages(found: Sequence[RankReport]) -> str:
-    return "rank " + ", ".join(str(each.stage) for each in found)
+def _stages(reports: Sequence[RankReport]) -> str:
+    return "rank " + ", ".join(str(rank_report.stage) for rank_report in reports)
 
 
 def _write(
-    mine: Sequence[RankReport],
-    others: Mapping[str, Sequence[RankReport]],
+    reports: Sequence[RankReport],
+    baselines: Mapping[str, Sequence[RankReport]],
     command: Command,
     options: argparse.Namespace,
     gpu: Gpu,
@@ -264,24 +270,27 @@ def _write(
     texts: Mapping[str, Any],
 ) -> None:
     fused = command.value("--attention-backend") not in ("unfused", "local")
-    versions = {name: getattr(mine[0], name) for name in ("megatron", "transformer_engine")}
+    versions = {name: getattr(reports[0], name) for name in ("megatron", "transformer_engine")}
     content = {
-        "ranks": [_rank(each) for each in mine],
+        "ranks": [_rank(rank_report) for rank_report in reports],
         "step_s": step.seconds,
         "step_estimate": step.how,
         **texts,
         "assumed": report.assumed(gpu, options.imbalance, fused, versions),
-        "beside": {name: [_rank(each) for each in found] for name, found in others.items()},
+        "beside": {
+            name: [_rank(rank_report) for rank_report in baseline]
+            for name, baseline in baselines.items()
+        },
     }
     outputs = []
     if options.json is not None:
         text = json.dumps(content, indent=1) + "\n"
         outputs.append(Output("--json", options.json, lambda path: _write_text(path, text)))
     if options.save is not None:
-        outputs.append(_timeline(mine, options.save, gpu.memory_bytes))
+        outputs.append(_timeline(reports, options.save, gpu.memory_bytes))
     write_all(outputs)
-    for each in outputs:
-        print(f"wrote {each.path}")
+    for output in outputs:
+        print(f"wrote {output.path}")
 
 
 def _write_costs(
@@ -298,15 +307,15 @@ def _write_costs(
             "--pipeline-model-parallel-size to 2 or more"
         )
     plain = command.of_megatron().without_chunks()
-    with counting.counting_schedule(sizes.pipeline) as put:
-        jobs = [config.job(put(plain, sizes), sizes, stage, "") for stage in stages]
-        with told(lambda us: f"{us:.0f} us"):
-            found = _found(rehearse_all(config.programs, jobs), command, sizes)[""]
+    with counting.counting_schedule(sizes.pipeline) as with_counting:
+        jobs = [config.job(with_counting(plain, sizes), sizes, stage, "") for stage in stages]
+        with report_progress(lambda us: f"{us:.0f} us"):
+            reports = _found(rehearse_all(config.programs, jobs), command, sizes)[""]
         if options.measure:
             # Only the first tensor-parallel rank reads data: the others would receive it.
             ranks = [job | {"rank": job["rank"] - job["rank"] % sizes.tensor} for job in jobs]
-            found = _measured(found, ranks, config)
-    costs = counted.counted_costs(found, config.gpu, sizes.pipeline, sizes.stage_stride)
+            reports = _measured(reports, ranks, config)
+    costs = counted.counted_costs(reports, config.gpu, sizes.pipeline, sizes.stage_stride)
     write_all([Output("--costs", options.costs, lambda path: _write_text(path, costs.to_json()))])
     print("\n".join(source_lines(costs)))
     print(
@@ -316,43 +325,43 @@ def _write_costs(
 
 
 def _measured(
-    found: Sequence[RankReport], jobs: Sequence[Mapping[str, Any]], config: DryRunConfig
+    reports: Sequence[RankReport], jobs: Sequence[Mapping[str, Any]], config: DryRunConfig
 ) -> list[RankReport]:
     """Run the ranks for real and replace their estimated times; equal ranks run once.
 
     Raises:
         ScheduleError: a rank did not run.
     """
-    alike: dict[str, list[RankReport]] = {}
-    for each in found:
-        work = json.dumps([[kind.kind, kind.work.plain()] for kind in each.kinds])
-        alike.setdefault(work, []).append(each)
+    groups: dict[str, list[RankReport]] = {}
+    for rank_report in reports:
+        work = json.dumps([[kind.kind, kind.work.plain()] for kind in rank_report.kinds])
+        groups.setdefault(work, []).append(rank_report)
     job_of = {job["stage"]: job for job in jobs}
-    todo = [job_of[ranks[0].stage] for ranks in alike.values()]
-    made: list[RankReport] = []
+    todo = [job_of[ranks[0].stage] for ranks in groups.values()]
+    measured_reports: list[RankReport] = []
     results = measured.measure_all(todo, config.programs.megatron)
-    for ranks, result in zip(alike.values(), results, strict=True):
-        where = _stages(ranks)
+    for ranks, result in zip(groups.values(), results, strict=True):
+        ranks_text = _stages(ranks)
         if "error" in result:
-            raise ScheduleError(f"{where} could not be measured: {result['error']}")
-        print(f"{where} on {result['device']}: {measured.row_of(result)}", flush=True)
-        made += [counted.with_measured(each, result) for each in ranks]
-    return sorted(made, key=lambda each: each.stage)
+            raise ScheduleError(f"{ranks_text} could not be measured: {result['error']}")
+        print(f"{ranks_text} on {result['device']}: {measured.row_of(result)}", flush=True)
+        measured_reports += [counted.with_measured(rank_report, result) for rank_report in ranks]
+    return sorted(measured_reports, key=lambda rank_report: rank_report.stage)
 
 
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def _rank(found: RankReport) -> dict[str, Any]:
-    plain = found.to_json()
-    kept = {key: value for key, value in plain.items() if key not in ("rank", "stage", "name")}
-    return {"rank": found.stage, "global_rank": found.rank, **kept}
+def _rank(rank_report: RankReport) -> dict[str, Any]:
+    plain = rank_report.to_json()
+    fields = {key: value for key, value in plain.items() if key not in ("rank", "stage", "name")}
+    return {"rank": rank_report.stage, "global_rank": rank_report.rank, **fields}
 
 
-def _timeline(mine: Sequence[RankReport], path: Path, limit_bytes: int) -> Output:
+def _timeline(reports: Sequence[RankReport], path: Path, limit_bytes: int) -> Output:
     from megatron_vshape.view.rank_memory import memory_figure
 
-    curves = {f"rank {each.stage}": each.curve for each in mine}
+    curves = {f"rank {rank_report.stage}": rank_report.curve for rank_report in reports}
     figure = memory_figure(curves, limit_bytes)
     return Output("--save", path, lambda target: figure.savefig(target, format=path.suffix[1:]))

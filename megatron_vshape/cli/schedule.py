@@ -24,7 +24,7 @@ from megatron_vshape.cli.options import (
     cut_of,
     ends_of,
 )
-from megatron_vshape.cli.progress import told
+from megatron_vshape.cli.progress import report_progress
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
@@ -129,15 +129,15 @@ def run(options: argparse.Namespace) -> int:
     measured = None if options.costs is None else Costs.load(options.costs)
     names = list(dict.fromkeys([*filter(None, [options.name]), *options.compare]))
     if options.chunks is not None:
-        names = [f"{each}:{options.chunks}" if each in OPTIONS else each for each in names]
+        names = [f"{name}:{options.chunks}" if name in OPTIONS else name for name in names]
     time = partial(time_text, in_us=measured is not None)
-    with told(time) as progress:
+    with report_progress(time) as progress:
         requests = _requests(names, options, measured)
-        results = [_result(each, Budget(report=progress.search)) for each in requests]
+        results = [_result(request, Budget(report=progress.search)) for request in requests]
     outputs = _outputs(options, results)
     write_all(outputs)
     if options.compare:
-        print(table(comparison_rows([each.numbers for each in results])))
+        print(table(comparison_rows([result.numbers for result in results])))
     else:
         _print(results[0])
     for name in names:
@@ -174,32 +174,37 @@ def _requests(
     Raises:
         ScheduleError: a schedule does not exist, or a size is missing or contradicts the file.
     """
-    found = {name: find_schedule(name, (*EVERY_NAME, *PLUS_NAMES)) for name in names}
+    schedules = {name: find_schedule(name, (*EVERY_NAME, *PLUS_NAMES)) for name in names}
     sizes = {"--devices": options.devices, "--microbatches": options.microbatches}
-    for name, each in found.items():
-        if isinstance(each, Schedule):
-            own = {"--devices": each.num_devices, "--microbatches": each.unsliced_microbatches}
-            own["--slices"] = each.slices
-            for option, wanted in (*sizes.items(), ("--slices", options.slices)):
-                if wanted not in (None, own[option]):
-                    raise ScheduleError(f"{name} is for {option} {own[option]}, not {wanted}")
-            sizes = {option: own[option] for option in sizes}
+    for name, schedule in schedules.items():
+        if isinstance(schedule, Schedule):
+            file_sizes = {
+                "--devices": schedule.num_devices,
+                "--microbatches": schedule.unsliced_microbatches,
+            }
+            file_sizes["--slices"] = schedule.slices
+            for option, size in (*sizes.items(), ("--slices", options.slices)):
+                if size not in (None, file_sizes[option]):
+                    raise ScheduleError(f"{name} is for {option} {file_sizes[option]}, not {size}")
+            sizes = {option: file_sizes[option] for option in sizes}
     for option, size in sizes.items():
         if size is None:
             raise ScheduleError(f"{names[0]} needs {option}, as in --devices 4 --microbatches 8")
     devices, microbatches = sizes.values()
-    cut = cut_of(devices, options.cost, measured, ends=ends_of(options))
+    costs_of_stages = cut_of(devices, options.cost, measured, ends=ends_of(options))
     return [
-        PlanRequest(each, devices, microbatches, measured, cut, slices=options.slices or 1)
-        for each in found.values()
+        PlanRequest(
+            schedule, devices, microbatches, measured, costs_of_stages, slices=options.slices or 1
+        )
+        for schedule in schedules.values()
     ]
 
 
 def _result(request: PlanRequest, budget: Budget) -> _Result:
-    answer, measured = plan_request(request, budget), request.costs
-    timeline = simulate(answer.schedule, answer.costs)
-    numbers = numbers_of(timeline, None if measured is None else answer.costs)
-    return _Result(answer.block, timeline, answer.costs, numbers, measured)
+    result, measured = plan_request(request, budget), request.costs
+    timeline = simulate(result.schedule, result.costs)
+    numbers = numbers_of(timeline, None if measured is None else result.costs)
+    return _Result(result.block, timeline, result.costs, numbers, measured)
 
 
 def _outputs(options: argparse.Namespace, results: Sequence[_Result]) -> list[Output]:
@@ -241,9 +246,9 @@ def _draw(path: Path, results: Sequence[_Result]) -> None:
     units = figure.CHUNKS if first.measured is None else figure.MILLISECONDS_AND_GIB
     if len(results) > 1:
         drawn = figure.comparison_figure(
-            [each.timeline for each in results],
-            [each.schedule.name for each in results],
-            [note(each.numbers) for each in results],
+            [result.timeline for result in results],
+            [result.schedule.name for result in results],
+            [note(result.numbers) for result in results],
             units,
         )
     else:
@@ -261,8 +266,8 @@ def _draw(path: Path, results: Sequence[_Result]) -> None:
 
 def _drawn_block(result: _Result) -> BuildingBlock | None:
     """Return the building block, unless it is the whole schedule (GPipe) or sliced."""
-    block, whole = result.block, result.schedule.num_microbatches
-    if block is None or block.slices > 1 or block.num_microbatches == whole > 1:
+    block, num_microbatches = result.block, result.schedule.num_microbatches
+    if block is None or block.slices > 1 or block.num_microbatches == num_microbatches > 1:
         return None
     return block
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_vshape.cli.dry_run import fetch_missing, headroom_bytes_of
-from megatron_vshape.cli.progress import told
+from megatron_vshape.cli.progress import report_progress
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.gpus import HEADROOM
 from megatron_vshape.rehearsal.ranks import DryRunConfig
@@ -111,9 +111,9 @@ def _predict(loaded: Loaded, options: argparse.Namespace) -> tuple[Predictor, li
     _print_dropped(expanded.dropped, "impossible", options.verbose)
     _count(predictor, expanded.possible)
     predictions: list[Prediction] = []
-    with _quiet(), told(str) as progress:
-        for each in predictor.survey(expanded.possible, loaded.sweep.pruning.margin):
-            predictions.append(each)
+    with _quiet(), report_progress(str) as progress:
+        for prediction in predictor.survey(expanded.possible, loaded.sweep.pruning.margin):
+            predictions.append(prediction)
             progress.say(f"{len(predictions)} of {len(expanded.possible)} combinations predicted")
     return predictor, predictions
 
@@ -123,9 +123,10 @@ def _count(predictor: Predictor, combinations: Sequence[Configuration]) -> None:
     assert isinstance(predictor.counts, predicting.Counts)
     number = len(set(map(key_of_count, combinations)))
     print(f"{len(combinations)} combinations have stages of {number} shapes, each counted once")
-    with told(str) as progress:
+    with report_progress(str) as progress:
         predictor.counts.count(
-            combinations, lambda done, total: progress.say(f"{done} of {total} ranks rehearsed")
+            combinations,
+            lambda num_done, total: progress.say(f"{num_done} of {total} ranks rehearsed"),
         )
 
 
@@ -144,12 +145,14 @@ def _quiet() -> Iterator[None]:
 def _print_dropped(dropped: Sequence[Dropped], what: str, verbose: bool) -> None:
     for kind, members in by_kind(dropped).items():
         print(f"{len(members)} combinations are {what}: {kind}")
-        for each in members if verbose else members[:1]:
-            print(f"    {'' if verbose else 'such as '}{each.configuration}: {each.reason}")
+        for rejection in members if verbose else members[:1]:
+            print(
+                f"    {'' if verbose else 'such as '}{rejection.configuration}: {rejection.reason}"
+            )
 
 
 def _why_nothing_fits(predictions: Sequence[Prediction]) -> str:
-    closest = min(predictions, key=lambda each: each.peak_bytes or float("inf"))
+    closest = min(predictions, key=lambda prediction: prediction.peak_bytes or float("inf"))
     return (
         f"none of the {len(predictions)} combinations fits; the closest is "
         f"{closest.configuration}, which {closest.reason}"
@@ -166,20 +169,25 @@ def _launch(
     from megatron_vshape.tuning.launcher import Launcher  # imports submitit
 
     path = _results_path(loaded, options)
-    keys = {each.configuration: key_of(each.configuration, loaded) for each in predictions}
+    keys = {
+        prediction.configuration: key_of(prediction.configuration, loaded)
+        for prediction in predictions
+    }
     with open_results(path) as results:
         say = partial(print, flush=True)
         launcher = Launcher(loaded, predictor, results, path.parent, say)
         launcher.run(chosen.run, options.retry_failed)
-        found = results.read(set(keys.values()))
+        run_results = results.read(set(keys.values()))
     # Results of earlier sweeps are shown even if this one would not launch these runs.
-    shown = {each.configuration for each in chosen.run} | {each.configuration for each in found}
-    rows = rows_of([each for each in predictions if each.configuration in shown], found)
-    _show(loaded, rows, {it: path.parent / key for it, key in keys.items()})
+    shown = {run.configuration for run in chosen.run} | {run.configuration for run in run_results}
+    rows = rows_of(
+        [prediction for prediction in predictions if prediction.configuration in shown], run_results
+    )
+    _show(loaded, rows, {config: path.parent / key for config, key in keys.items()})
     table = options.csv or path.parent / "results.csv"
     write_csv(rows, table)
     print(f"results: {path}, {table}")
-    if found and not any(row.best_mfu for row in rows):
+    if run_results and not any(row.best_mfu for row in rows):
         print("no run has ended well")
         return NONE_ENDED_WELL
     return 0
@@ -189,15 +197,15 @@ def _report(loaded: Loaded, options: argparse.Namespace) -> int:
     """Print the stored results of this sweep, without predicting."""
     path = _results_path(loaded, options)
     predictor, expanded = _expand(loaded, options)
-    keys = {each: key_of(each, loaded) for each in expanded.possible}
+    keys = {config: key_of(config, loaded) for config in expanded.possible}
     with read_results(path) as results:
-        wanted = set(keys.values())
-        found, in_flight = results.read(wanted), results.num_in_flight(wanted)
-    rows = rows_of([prediction_of(each, predictor) for each in found], found)
-    _show(loaded, rows, {it: path.parent / key for it, key in keys.items()})
+        run_keys = set(keys.values())
+        run_results, in_flight = results.read(run_keys), results.num_in_flight(run_keys)
+    rows = rows_of([prediction_of(result, predictor) for result in run_results], run_results)
+    _show(loaded, rows, {config: path.parent / key for config, key in keys.items()})
     if options.csv is not None:
         write_csv(rows, options.csv)
-    print(f"{len(found)} runs have ended, {in_flight} are in flight: {path}")
+    print(f"{len(run_results)} runs have ended, {in_flight} are in flight: {path}")
     return 0
 
 

@@ -23,7 +23,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> str:
     monkeypatch.setattr(progress, "TERMINAL_S", 0.02)
     monkeypatch.setattr(progress, "FILE_S", 0.02)
     monkeypatch.setattr("sys.stderr", stream)
-    with progress.told(fixed) as told:
+    with progress.report_progress(fixed) as told:
         told.search(12_345, 678.5, 600.0)
         while stream.getvalue().count("running (") < 2:
             time.sleep(0.01)
@@ -48,7 +48,7 @@ def test_a_file_has_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_quick_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)
-    with progress.told(fixed):
+    with progress.report_progress(fixed):
         pass
     assert stream.getvalue() == ""
 
