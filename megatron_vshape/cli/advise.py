@@ -354,8 +354,8 @@ def _verdict(advice: Advice, options: argparse.Namespace, rows: Rows) -> list[st
             predictor.machine.gpu.memory_bytes - predictor.headroom_bytes - limit_bytes
         )
         return [
-            f"Recommendation: none. No evaluated configuration fits {report.gib(limit_bytes)} GiB of "
-            f"a GPU: {headroom} GiB are kept free, and CUDA and NCCL need about {outside} GiB."
+            f"Recommendation: none. No evaluated configuration fits {report.gib(limit_bytes)} GiB "
+            f"of a GPU: {headroom} GiB are kept free, and CUDA and NCCL need about {outside} GiB."
         ]
     gain = 1 - step(best) / step(today)
     if today.fits and gain <= within:
