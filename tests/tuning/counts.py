@@ -15,11 +15,11 @@ from megatron_vshape.tuning.predictor import Predictor
 MIB = 2.0**20
 
 
-def counted(it: Configuration, vocabulary: int = 1024, mtp_layers: int = 0) -> Counted:
+def counted(config: Configuration, vocabulary: int = 1024, mtp_layers: int = 0) -> Counted:
     """Return what a layer and the ends take: as long as tokens, held like them."""
-    tokens = it.sequence_length * it.microbatch_size / it.context_parallel
-    share = tokens / it.tensor_parallel / 64
-    again = 1.0 if it.recompute == FULL else 0.0
+    tokens = config.sequence_length * config.microbatch_size / config.context_parallel
+    share = tokens / config.tensor_parallel / 64
+    recomputations = 1.0 if config.recompute == FULL else 0.0
     work = {
         "forward_work_bytes": 0.5 * MIB,
         "backward_work_bytes": 0.5 * MIB,
@@ -27,13 +27,13 @@ def counted(it: Configuration, vocabulary: int = 1024, mtp_layers: int = 0) -> C
     }
     layer = Piece(
         900.0 * share,
-        (1000.0 + 900.0 * again) * share,
+        (1000.0 + 900.0 * recomputations) * share,
         700.0 * share,
-        (0.1 if again else 2.0) * MIB * share,
-        (0.1 if again else 2.5) * MIB * share,
-        forward_exchange_us=20.0 * (it.tensor_parallel - 1),
-        backward_exchange_us=20.0 * (it.tensor_parallel - 1),
-        state_bytes=12.0 * MIB / it.tensor_parallel,
+        (0.1 if recomputations else 2.0) * MIB * share,
+        (0.1 if recomputations else 2.5) * MIB * share,
+        forward_exchange_us=20.0 * (config.tensor_parallel - 1),
+        backward_exchange_us=20.0 * (config.tensor_parallel - 1),
+        state_bytes=12.0 * MIB / config.tensor_parallel,
         **work,
     )
     head = vocabulary / 1024
@@ -47,7 +47,7 @@ def counted(it: Configuration, vocabulary: int = 1024, mtp_layers: int = 0) -> C
         state_bytes=4.0 * MIB * head,
     )
     pieces = Pieces(layer, first, last, 100.0, device_bytes=64 * MIB)
-    if not it.vocab_parallel:
+    if not config.vocab_parallel:
         pieces = pieces.predicting(mtp_layers)
     return Counted(pieces, 1e-12, 0.0, Rates(), 1e9, 1e9)
 
@@ -65,13 +65,13 @@ class Fake:
     def __init__(self, subject: Subject, machine: Machine, *checkouts: object) -> None:
         self.subject = subject
 
-    def count(self, combinations: Iterable[Configuration], tell: Any) -> tuple[int, int]:
+    def count(self, combinations: Iterable[Configuration], progress: Any) -> tuple[int, int]:
         """Count nothing."""
         return 0, 0
 
-    def __call__(self, it: Configuration) -> Counted:
+    def __call__(self, config: Configuration) -> Counted:
         """Return what a combination is taken to cost."""
-        return counted(it, self.subject.vocabulary, self.subject.mtp_layers)
+        return counted(config, self.subject.vocabulary, self.subject.mtp_layers)
 
 
 def install() -> None:

@@ -56,47 +56,64 @@ EXPERTS = """pretrain_gpt.py --num-layers 16 --num-attention-heads 8 --num-exper
     --recompute-granularity full --num-layers-per-virtual-pipeline-stage 2"""
 
 
-def subject(words: str, *more: str) -> Subject:
-    return Subject.of_command([*words.split(), *more], "")
+def subject(words: str, *flags: str) -> Subject:
+    return Subject.of_command([*words.split(), *flags], "")
 
 
 def test_every_size_is_a_candidate_unless_it_is_kept() -> None:
     model = subject(EXPERTS)
-    own = own_configuration(model, 32)
-    found = list(neighbors(own, model, 32, []))
-    fitting = [it for it in found if not list(faults(it, model, 32, 8))]
-    assert {it.expert_parallel for it in fitting} == {2, 4, 8}
-    assert {it.context_parallel for it in fitting} >= {1, 2, 4}
-    assert {it.microbatch_size for it in fitting} == {1, 2, 4}
+    command_config = own_configuration(model, 32)
+    configs = list(neighbors(command_config, model, 32, []))
+    fitting = [config for config in configs if not list(faults(config, model, 32, 8))]
+    assert {config.expert_parallel for config in fitting} == {2, 4, 8}
+    assert {config.context_parallel for config in fitting} >= {1, 2, 4}
+    assert {config.microbatch_size for config in fitting} == {1, 2, 4}
     # The command has no sequence parallelism, so its own sizes are also tried with it.
-    assert {it.recompute for it in found} == {NONE, GIVEN}
-    assert [it for it in found if it.recompute == GIVEN] == [replace(own, sequence_parallel=True)]
-    assert {it.num_devices for it in fitting} == {32}
+    assert {config.recompute for config in configs} == {NONE, GIVEN}
+    assert [config for config in configs if config.recompute == GIVEN] == [
+        replace(command_config, sequence_parallel=True)
+    ]
+    assert {config.num_devices for config in fitting} == {32}
     selective = subject(EXPERTS.replace("granularity full", "granularity selective"))
-    both = [it for it in neighbors(own, selective, 32, []) if it.recompute == GIVEN]
-    assert [(it.microbatch_size, it.tensor_parallel) for it in both] == [(2, 2), (2, 1), (4, 2)]
+    selective_configs = [
+        config
+        for config in neighbors(command_config, selective, 32, [])
+        if config.recompute == GIVEN
+    ]
+    assert [(config.microbatch_size, config.tensor_parallel) for config in selective_configs] == [
+        (2, 2),
+        (2, 1),
+        (4, 2),
+    ]
     keep = ["ep", "cp", "microbatch", "recompute"]
-    for it in neighbors(own, model, 32, keep):
-        assert (it.expert_parallel, it.context_parallel, it.microbatch_size) == (4, 2, 2)
-        assert it.recompute == GIVEN
-    assert own_configuration(subject("pretrain_gpt.py", *own.command(model).flags), 32) == own
+    for config in neighbors(command_config, model, 32, keep):
+        assert (config.expert_parallel, config.context_parallel, config.microbatch_size) == (
+            4,
+            2,
+            2,
+        )
+        assert config.recompute == GIVEN
+    assert (
+        own_configuration(subject("pretrain_gpt.py", *command_config.command(model).flags), 32)
+        == command_config
+    )
 
 
 def test_flags_of_a_row_are_the_difference_of_two_commands() -> None:
     """Also those that follow from a size: sequence parallelism from tensor parallelism."""
     model = subject(EXPERTS.replace("tensor-model-parallel-size 2", "tensor-model-parallel-size 1"))
-    own = own_configuration(model, 32)
-    (it,) = [
-        each
-        for each in neighbors(own, model, 32, ["pp", "ep", "cp", "microbatch"])
-        if each.tensor_parallel == 2
+    command_config = own_configuration(model, 32)
+    (config,) = [
+        config
+        for config in neighbors(command_config, model, 32, ["pp", "ep", "cp", "microbatch"])
+        if config.tensor_parallel == 2
     ]
-    assert _changes(own.command(model), it.command(model)) == [
+    assert _changes(command_config.command(model), config.command(model)) == [
         "remove --recompute-*",
         "--tensor-model-parallel-size 2",
         "--sequence-parallel",
     ]
-    assert _changes(own.command(model), own.command(model)) == []
+    assert _changes(command_config.command(model), command_config.command(model)) == []
 
 
 def test_today_has_sequence_parallelism_only_if_the_command_has() -> None:
@@ -105,46 +122,46 @@ def test_today_has_sequence_parallelism_only_if_the_command_has() -> None:
     parallel = replace(layer, held_after_forward_bytes=1.5 * GIB)
     words = f"{LAYERS_36} --global-batch-size 64 --tensor-model-parallel-size 2 --seq-length 64"
     words = words.replace("parallel-size 4", "parallel-size 2")
-    made = advice(subject(words), Pieces(layer, NOTHING, NOTHING, 0.0))
-    counted = made.predictor.counts(made.command_config)
+    advice = make_advice(subject(words), Pieces(layer, NOTHING, NOTHING, 0.0))
+    counted = advice.predictor.counts(advice.command_config)
     of_parallel = replace(counted, pieces=Pieces(parallel, NOTHING, NOTHING, 0.0))
 
-    def counts(it: Configuration) -> Counted:
-        has = it.counted_command(made.predictor.subject).has("--sequence-parallel")
-        return of_parallel if has else counted
+    def counts(config: Configuration) -> Counted:
+        is_parallel = config.counted_command(advice.predictor.subject).has("--sequence-parallel")
+        return of_parallel if is_parallel else counted
 
-    model = made.predictor.subject
-    made.predictor = replace(made.predictor, counts=counts)
+    model = advice.predictor.subject
+    advice.predictor = replace(advice.predictor, counts=counts)
     keep = ["tp", "pp", "microbatch", "cp", "recompute"]
-    made.neighbors = list(neighbors(made.command_config, model, 4, keep))
-    assert len({key_of_count(it) for it in (made.command_config, *made.neighbors)}) == 2
-    rows = made.rows()
+    advice.neighbors = list(neighbors(advice.command_config, model, 4, keep))
+    assert len({key_of_count(config) for config in (advice.command_config, *advice.neighbors)}) == 2
+    rows = advice.rows()
     today, stock = rows["today"], rows["stock"]
     assert today is not None
     assert stock is not None
     assert (today.fits, stock.fits) == (False, True)
     assert _sizes(today.configuration, model) == "TP 2 without SP PP 2"
     flags = Namespace(export=None)
-    assert "--sequence-parallel" in _flags(made, flags, rows, stock)
-    assert "--sequence-parallel" not in _flags(made, flags, rows, today)
+    assert "--sequence-parallel" in _flags(advice, flags, rows, stock)
+    assert "--sequence-parallel" not in _flags(advice, flags, rows, today)
     with_flag = subject(words, "--sequence-parallel")
-    own = own_configuration(with_flag, 4)
-    assert list(neighbors(own, with_flag, 4, keep)) == []
-    assert own.command(with_flag).has("--sequence-parallel")
+    command_config = own_configuration(with_flag, 4)
+    assert list(neighbors(command_config, with_flag, 4, keep)) == []
+    assert command_config.command(with_flag).has("--sequence-parallel")
 
 
 NOTHING = Piece(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def advice(model: Subject, pieces: Pieces, communicators: int = 0, **more: Any) -> Advice:
+def make_advice(model: Subject, pieces: Pieces, communicators: int = 0, **options: Any) -> Advice:
     """Return an advice for four H100 by these costs, with 18 bytes of state per parameter."""
     parts = (pieces.layer, pieces.first, pieces.last)
-    parameters = Parameters(*(each.state_bytes / 18 for each in parts))
+    parameters = Parameters(*(part.state_bytes / 18 for part in parts))
     counted = Counted(pieces, 0.0, 0.0, Rates(), 1.0, 0.0, parameters, communicators=communicators)
     machine = Machine(GPUS["h100"], 4)
-    predictor = Predictor(model, machine, lambda it: counted, **more)
-    own = own_configuration(model, 4)
-    return Advice(predictor, own, accuracy.DENSE, 1.0)
+    predictor = Predictor(model, machine, lambda config: counted, **options)
+    command_config = own_configuration(model, 4)
+    return Advice(predictor, command_config, accuracy.DENSE, 1.0)
 
 
 LAYERS_36 = """pretrain_gpt.py --num-layers 36 --pipeline-model-parallel-size 4
@@ -156,10 +173,10 @@ def test_stock_megatron_may_distribute_layers_by_their_work() -> None:
     model, layer = subject(LAYERS_36), Piece(1.0, 1.0, 1.0, GIB, 0.0)
     head = Piece(4.0, 4.0, 4.0, 0.0, 0.0)
     pieces = Pieces(layer, NOTHING, head, 0.0)
-    made = advice(model, pieces)
+    advice = make_advice(model, pieces)
     rows = {
         (row.configuration.schedule, is_even(row.layers)): row
-        for row in made.stock(made.command_config)
+        for row in advice.stock(advice.command_config)
     }
     even, uneven = rows["1f1b", True], rows["1f1b", False]
     assert even.layers == (9, 9, 9, 9)
@@ -171,40 +188,42 @@ def test_stock_megatron_may_distribute_layers_by_their_work() -> None:
     # Megatron rejects virtual stages that are given twice.
     assert len(changes_megatron(rows["interleaved-1f1b:3", False], model.command)) == 1
     assert changes_megatron(even, model.command) == ["no virtual stages (1F1B)"]
-    given = advice(subject(LAYERS_36, flag, layout), pieces)
-    assert step(given.today()) == step(uneven)
-    assert changes_megatron(even, given.predictor.subject.command)[0] == f"remove {flag}"
+    split_advice = make_advice(subject(LAYERS_36, flag, layout), pieces)
+    assert step(split_advice.today()) == step(uneven)
+    assert changes_megatron(even, split_advice.predictor.subject.command)[0] == f"remove {flag}"
     # Of 40 layers' activations that a first rank with ten layers needs, 38 are there.
     total = GPUS["h100"].memory_bytes
-    kept = total - 40.0 * GIB  # of which 2 are outside of torch's allocator
-    tight = advice(model, pieces, headroom_bytes=kept)
-    found = [
+    headroom_bytes = total - 40.0 * GIB  # of which 2 are outside of torch's allocator
+    tight = make_advice(model, pieces, headroom_bytes=headroom_bytes)
+    tight_rows = [
         row for row in tight.stock(tight.command_config) if row.configuration.schedule == "1f1b"
     ]
-    assert [row.layers for row in found] == [(9, 9, 9, 9), (10, 10, 10, 6), (9, 10, 10, 7)]
+    assert [row.layers for row in tight_rows] == [(9, 9, 9, 9), (10, 10, 10, 6), (9, 10, 10, 7)]
     # One that does not fit is in no comparison, so it is not simulated.
-    assert [row.step_s is not None for row in found] == [row.fits for row in found]
+    assert [row.step_s is not None for row in tight_rows] == [row.fits for row in tight_rows]
 
 
 def test_sizes_whose_last_rank_has_most_work_may_be_the_fastest() -> None:
     """Vocabulary parallelism divides an output layer that takes longer than any other rank."""
     model, layer, head = subject(LAYERS_36), Piece(1.0, 1.0, 1.0, 1.0, 0.0), 36.0
     last = Piece(head, head, head, 1.0, 0.0)
-    made = advice(model, Pieces(layer, NOTHING, last, 0.0))
-    counted = made.predictor.counts(made.command_config)
+    advice = make_advice(model, Pieces(layer, NOTHING, last, 0.0))
+    counted = advice.predictor.counts(advice.command_config)
     faster = replace(counted.pieces, layer=layer.times(0.8), last=last.times(0.8))
-    other = replace(made.command_config, recompute=FULL)
-    made.predictor = replace(
-        made.predictor,
-        counts=lambda it: replace(counted, pieces=faster) if it.recompute == FULL else counted,
+    recompute_config = replace(advice.command_config, recompute=FULL)
+    advice.predictor = replace(
+        advice.predictor,
+        counts=lambda config: (
+            replace(counted, pieces=faster) if config.recompute == FULL else counted
+        ),
     )
-    made.neighbors = [other]
-    best = made.rows()["best"]
+    advice.neighbors = [recompute_config]
+    best = advice.rows()["best"]
     assert best is not None
     # Without vocabulary parallelism, the output layer alone takes longer than this.
     assert step(best) < 32 * 3e-6 * 0.8 * head
     assert (best.configuration.recompute, best.configuration.vocab_parallel) == (FULL, True)
-    assert made._mean_busy_s(other) <= step(best)
+    assert advice._mean_busy_s(recompute_config) <= step(best)
 
 
 @pytest.mark.parametrize("dummy_gib", [0.0, 2.0, 9.0])
@@ -215,8 +234,8 @@ def test_a_plan_like_1f1b_needs_the_memory_of_megatron_to_be_stock(
 
     def plan_1f1b(request: PlanRequest, budget: Budget) -> PlanResult:
         # As the search finds for these costs, but independent of its time limit.
-        made = plan_request(replace(request, name="1f1b"), budget)
-        return replace(made, baseline=BaselineSpec("1f1b"), is_megatrons=True)
+        result = plan_request(replace(request, name="1f1b"), budget)
+        return replace(result, baseline=BaselineSpec("1f1b"), is_megatrons=True)
 
     monkeypatch.setattr("megatron_vshape.tuning.predictor.plan_request", plan_1f1b)
     pieces = Pieces(
@@ -226,9 +245,9 @@ def test_a_plan_like_1f1b_needs_the_memory_of_megatron_to_be_stock(
         0.0,
         host_us=10.0,
     )
-    made = advice(subject(LAYERS_36.replace("36", "8")), pieces)
-    plan = made.predictor.planned_with_layers(made.command_config, pieces, 0.5)
-    stock = made.published("1f1b", made.command_config, is_stock=True)
+    advice = make_advice(subject(LAYERS_36.replace("36", "8")), pieces)
+    plan = advice.predictor.planned_with_layers(advice.command_config, pieces, 0.5)
+    stock = advice.published("1f1b", advice.command_config, is_stock=True)
     assert plan is not None
     assert stock is not None
     assert plan.is_stock == stock.fits == (dummy_gib < 9.0)
@@ -256,7 +275,7 @@ def test_today_has_the_layers_that_megatron_gives_its_ranks(
     flags: str, layers: tuple[int, ...]
 ) -> None:
     model = subject(f"{LAYERS_36} --num-layers 30 {flags}")
-    row = advice(model, Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0)).today()
+    row = make_advice(model, Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0)).today()
     assert row.layers == layers
     assert row.fits
     assert _rejected(row, model.command) == []
@@ -287,20 +306,20 @@ def test_today_has_the_layers_that_megatron_gives_its_ranks(
 def test_a_split_that_megatron_rejects_is_no_baseline(flags: str, reason: str, fix: str) -> None:
     """Stock Megatron asserts that the layers divide, or their number without those of the ends."""
     model = subject(f"{LAYERS_36} --num-layers 30 {flags}")
-    made = advice(model, Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0))
-    row = made.today()
+    advice = make_advice(model, Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0))
+    row = advice.today()
     assert not row.fits
     assert row.step_s is not None
     (text,) = _rejected(row, model.command)
     assert text.startswith(f"Megatron does not start this command: {reason}")
     assert fix in text
-    rows = made.rows()
+    rows = advice.rows()
     assert rows["stock"] is not None
     assert rows["stock"].fits
     # This package's schedules support uneven layers.
-    ours = "--pipeline-schedule v-half --pipeline-layer-split auto"
-    model = subject(f"{LAYERS_36} --num-layers 30 {ours}")
-    assert advice(model, made.predictor.pieces(made.command_config)).today().fits
+    package_flags = "--pipeline-schedule v-half --pipeline-layer-split auto"
+    model = subject(f"{LAYERS_36} --num-layers 30 {package_flags}")
+    assert make_advice(model, advice.predictor.pieces(advice.command_config)).today().fits
 
 
 V_HALF, INTERLEAVED = "--pipeline-schedule v-half", "--pipeline-schedule interleaved-1f1b"
@@ -338,7 +357,7 @@ def test_today_has_the_schedule_and_layers_of_the_command(
     head = Piece(4.0, 4.0, 4.0, 1.0, 0.0)
     layer = Piece(1.0, 1.0, 1.0, GIB, 0.0, state_bytes=GIB, dummy_bytes=GIB)
     pieces = Pieces(layer, NOTHING, head, 0.0)
-    row = advice(model, pieces).today()
+    row = make_advice(model, pieces).today()
     assert (row.configuration.schedule, row.layers) == (name, layers)
     assert row.is_stock == (name != "v-half")
     if name == "1f1b":
@@ -349,8 +368,8 @@ def test_today_has_the_vocabulary_parallelism_of_the_command() -> None:
     head = Piece(32.0, 32.0, 32.0, 1.0, 0.0)
     pieces = Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, head, 0.0)
 
-    def today(*more: str) -> Prediction:
-        return advice(subject(f"{LAYERS_36} --num-layers 32 {V_HALF}", *more), pieces).today()
+    def today(*flags: str) -> Prediction:
+        return make_advice(subject(f"{LAYERS_36} --num-layers 32 {V_HALF}", *flags), pieces).today()
 
     shared = today("--pipeline-vocab-parallel")
     assert shared.configuration.vocab_parallel
@@ -359,20 +378,20 @@ def test_today_has_the_vocabulary_parallelism_of_the_command() -> None:
 
 def test_a_stock_row_removes_the_flags_of_the_schedule() -> None:
     model = subject(f"{LAYERS_36} {V_HALF} {SPLIT} 4,5,5,4,4,5,5,4 --pipeline-vocab-parallel")
-    made = advice(model, Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0))
-    stock = made.published("1f1b", made.command_config, is_stock=True)
-    ours = made.published(
-        "v-min", made.command_config, is_stock=False, layers=(4, 5, 5, 4, 4, 5, 5, 4)
+    advice = make_advice(model, Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0))
+    stock = advice.published("1f1b", advice.command_config, is_stock=True)
+    v_min = advice.published(
+        "v-min", advice.command_config, is_stock=False, layers=(4, 5, 5, 4, 4, 5, 5, 4)
     )
     assert stock is not None
-    assert ours is not None
-    words = _flags(made, Namespace(export=None), {"best": None}, stock)
+    assert v_min is not None
+    words = _flags(advice, Namespace(export=None), {"best": None}, stock)
     assert words[:3] == [
         "remove --pipeline-schedule",
         "remove --pipeline-layer-split",
         "remove --pipeline-vocab-parallel",
     ]
-    assert _flags(made, Namespace(export=None), {"best": None}, ours) == [
+    assert _flags(advice, Namespace(export=None), {"best": None}, v_min) == [
         "remove --pipeline-vocab-parallel",
         "--pipeline-schedule v-min",
         "--pipeline-layer-split 4,5,5,4,4,5,5,4",
@@ -394,12 +413,12 @@ def test_a_stock_row_removes_the_flags_of_the_schedule() -> None:
     ],
 )
 def test_layers_that_training_rejects_are_rejected(flags: str, problem: str, fix: str) -> None:
-    made = advice(
+    advice = make_advice(
         subject(f"{LAYERS_36} {flags}"),
         Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0),
     )
     with pytest.raises(ScheduleError) as error:
-        made.today()
+        advice.today()
     assert problem in str(error.value)
     assert fix in str(error.value)
 
@@ -440,18 +459,20 @@ def test_rehearse_and_advise_agree_whether_a_rank_fits(peak_gib: float, headroom
     gpu, communicators = GPUS["h100"], 4
     first = replace(NOTHING, state_bytes=peak_gib * GIB)
     pieces = Pieces(Piece(1.0, 1.0, 1.0, 0.0, 0.0), first, NOTHING, 0.0)
-    made = advice(
+    advice = make_advice(
         subject(LAYERS_36),
         pieces,
         communicators=communicators,
         headroom_bytes=headroom * gpu.memory_bytes,
     )
-    row = made.published("1f1b", made.command_config, is_stock=True)
+    row = advice.published("1f1b", advice.command_config, is_stock=True)
     assert row is not None
     peak = int(row.ranks[0].allocated)
     assert peak == int(peak_gib * GIB)
-    own = report_of(peak_bytes=peak, reserved_bytes=int(1.01 * peak), communicators=communicators)
-    verdict = report.verdict([own], gpu, headroom * gpu.memory_bytes)
+    rank_report = report_of(
+        peak_bytes=peak, reserved_bytes=int(1.01 * peak), communicators=communicators
+    )
+    verdict = report.verdict([rank_report], gpu, headroom * gpu.memory_bytes)
     assert verdict.partition(":")[0].lower() == row.fit
     assert row.fits == (peak <= (76.8 if headroom == 0 else 73.6) * GIB)
 
@@ -462,8 +483,10 @@ def test_the_last_rank_of_a_tied_model_has_a_copy_of_the_embedding() -> None:
     pieces = Pieces(Piece(1.0, 1.0, 1.0, 0.0, 0.0), embedding, NOTHING, 0.0)
 
     def states(name: str, words: str) -> list[float]:
-        made = advice(subject(words), pieces)
-        row: Prediction | None = made.published(name, made.command_config, is_stock=name == "1f1b")
+        advice = make_advice(subject(words), pieces)
+        row: Prediction | None = advice.published(
+            name, advice.command_config, is_stock=name == "1f1b"
+        )
         assert row is not None
         return [rank.states / GIB for rank in row.ranks]
 
@@ -475,23 +498,23 @@ def test_the_last_rank_of_a_tied_model_has_a_copy_of_the_embedding() -> None:
 
 def test_a_grid_has_the_same_rows() -> None:
     model = subject(LAYERS_36)
-    made = advice(model, Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0))
-    own = made.command_config
-    made.grid = [_named(own, name) for name in ("1f1b", "v-half", "v-zb")]
-    rows = made.rows()
+    advice = make_advice(model, Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0))
+    command_config = advice.command_config
+    advice.grid = [_named(command_config, name) for name in ("1f1b", "v-half", "v-zb")]
+    rows = advice.rows()
     assert list(rows) == ["today", "stock", "best", "least", "fsdp"]
-    best, stock, least = rows["best"], rows["stock"], rows["least"]
+    best, stock, least_memory = rows["best"], rows["stock"], rows["least"]
     assert best is not None
     assert stock is not None
-    assert least is not None
+    assert least_memory is not None
     assert isinstance(best.schedule, Schedule)
     assert (stock.configuration.schedule, best.configuration.schedule) == ("1f1b", "v-zb")
-    assert least.peak_bytes <= best.peak_bytes
+    assert least_memory.peak_bytes <= best.peak_bytes
     assert step(best) < step(stock)
 
 
-def _named(it: Configuration, name: str) -> Configuration:
-    return replace(it, schedule=name)
+def _named(config: Configuration, name: str) -> Configuration:
+    return replace(config, schedule=name)
 
 
 SMALL = """--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 64
@@ -510,7 +533,7 @@ def test_advise_reads_the_grid_of_an_old_sweep_file(
     assert main([*command, "--", "pretrain_gpt.py", *SMALL.split()]) == 0
     rows = json.loads(file.read_text())
     loaded = load_sample(tmp_path)
-    predictions = [predictor_of(loaded)(it) for it in expand(loaded).possible]
+    predictions = [predictor_of(loaded)(config) for config in expand(loaded).possible]
     best = min(predictions, key=step)
     assert rows["best"]["schedule"] == best.configuration.schedule
     assert rows["best"]["step_s"] == best.step_s
@@ -537,18 +560,18 @@ def test_a_grid_is_compared_for_the_workload_of_the_command(
         command = ["advise", "--grid", str(path), "--json", str(file), "--headroom", "0"]
         return main([*command, "--", "pretrain_gpt.py", *SMALL.split()])
 
-    found = {}
+    rows = {}
     for name, sweep in {
         "one": {},
         "two": {"workloads": workloads},
         "post-validated": {"post_validation": True},
     }.items():
         assert advise(**sweep) == 0
-        found[name] = json.loads(file.read_text())
-    assert found["one"] == found["two"]
-    assert found["post-validated"]["stock"] == found["one"]["stock"]
-    assert "--optimizer-post-validation" in found["post-validated"]["best"]["flags"]
-    assert found["post-validated"]["best"]["step_s"] <= found["one"]["best"]["step_s"]
+        rows[name] = json.loads(file.read_text())
+    assert rows["one"] == rows["two"]
+    assert rows["post-validated"]["stock"] == rows["one"]["stock"]
+    assert "--optimizer-post-validation" in rows["post-validated"]["best"]["flags"]
+    assert rows["post-validated"]["best"]["step_s"] <= rows["one"]["best"]["step_s"]
     capsys.readouterr()
     assert advise(workloads=workloads[:1]) == 2
     assert "has no configuration for the workload of the command (64" in capsys.readouterr().err
@@ -579,7 +602,7 @@ def test_configurations_beyond_the_maximum_are_not_evaluated_and_listed(
     counted: list[Configuration] = []
 
     class Recorded(Fake):
-        def count(self, combinations: Iterable[Configuration], tell: Any) -> tuple[int, int]:
+        def count(self, combinations: Iterable[Configuration], progress: Any) -> tuple[int, int]:
             counted.extend(combinations)
             return 0, 0
 
@@ -589,15 +612,17 @@ def test_configurations_beyond_the_maximum_are_not_evaluated_and_listed(
     command = ["advise", "--gpus", "2xH100", "--keep", "tp,cp", "--seconds", "0.1", "--", *words]
     assert main(command) == 0
     model = Subject.of_command(words, "")
-    own = own_configuration(model, 2)
-    others = [
-        it for it in neighbors(own, model, 2, ["tp", "cp"]) if not list(faults(it, model, 2, 8))
+    command_config = own_configuration(model, 2)
+    neighbor_configs = [
+        config
+        for config in neighbors(command_config, model, 2, ["tp", "cp"])
+        if not list(faults(config, model, 2, 8))
     ]
-    assert counted == [own, *others[:1]]
+    assert counted == [command_config, *neighbor_configs[:1]]
     shown = " ".join(capsys.readouterr().out.split())
     why = "advise evaluates at most 1 other configurations"
-    assert shown.count(why) == len(others) - 1 == 1
-    assert f"; {_sizes(others[1], model)}: {why}" in shown.partition("Not evaluated: ")[2]
+    assert shown.count(why) == len(neighbor_configs) - 1 == 1
+    assert f"; {_sizes(neighbor_configs[1], model)}: {why}" in shown.partition("Not evaluated: ")[2]
 
 
 @pytest.mark.parametrize(
@@ -613,15 +638,16 @@ def test_flags_name_a_schedule_only_if_training_has_the_name(
     name: str, is_best: bool, target: str
 ) -> None:
     subject = Subject.of_command(["pretrain_gpt.py", *SMALL.split()], "")
-    own = own_configuration(subject, 2)
+    command_config = own_configuration(subject, 2)
     row: Any = SimpleNamespace(
-        configuration=replace(own, schedule=name),
+        configuration=replace(command_config, schedule=name),
         is_stock=False,
         schedule=object(),
         layers=(2, 2, 2, 2),
     )
     advice: Any = SimpleNamespace(
-        command_config=own, predictor=SimpleNamespace(subject=subject, post_validation=False)
+        command_config=command_config,
+        predictor=SimpleNamespace(subject=subject, post_validation=False),
     )
     rows: Any = {"best": row if is_best else None}
     words = _flags(advice, Namespace(export=None, grid=None), rows, row)
@@ -642,8 +668,8 @@ def test_what_of_a_grid_is_not_evaluated_is_listed(
         shown[seconds] = " ".join(capsys.readouterr().out.split())
     for text in shown.values():
         assert "Not evaluated: 2 impossible, such as 1f1b" in text
-    late = "1 adaptive configurations: the time limit (--seconds) has passed"
-    assert [late in text for text in shown.values()] == [True, False]
+    note = "1 adaptive configurations: the time limit (--seconds) has passed"
+    assert [note in text for text in shown.values()] == [True, False]
     assert ["planned schedule" in text for text in shown.values()] == [False, True]
 
 

@@ -32,7 +32,7 @@ ONE_GRID = {**SWEEP["grid"], "schedule": ["1f1b"], "microbatch_size": [1]}
 def call(*arguments: object) -> int:
     parser = argparse.ArgumentParser()
     sweep.add_arguments(parser)
-    return sweep.run(parser.parse_args([str(each) for each in arguments]))
+    return sweep.run(parser.parse_args([str(argument) for argument in arguments]))
 
 
 def test_predict_only(
@@ -49,7 +49,7 @@ def test_predict_only(
         rows = list(csv.DictReader(file))
     for row in rows:  # one peak is the largest of the ranks', of which the parts are told
         of_ranks, *parts = (
-            [float(each) for each in row[f"predicted_{name}"].split()]
+            [float(gib) for gib in row[f"predicted_{name}"].split()]
             for name in ("ranks", "states", "activations", "rest")
         )
         assert len(of_ranks) == 2
@@ -81,9 +81,9 @@ def test_a_command_of_a_dry_run_can_run(
     assert load_schedule(plan).num_devices == 2
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    told = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    completed = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert "OMP_NUM_THREADS=3 " in command
-    assert "iteration 3 |" in told.stdout
+    assert "iteration 3 |" in completed.stdout
 
 
 def test_a_dry_run_for_several_nodes_says_what_each_needs(
@@ -118,8 +118,8 @@ def test_a_share_of_the_memory_is_kept_free_unless_said_otherwise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = tmp_path / "all.csv"
-    needed = write_sweep(tmp_path, sweep={"grid": ONE_GRID})
-    assert call(needed, "--predict-only", "--csv", table) == 0
+    sweep_path = write_sweep(tmp_path, sweep={"grid": ONE_GRID})
+    assert call(sweep_path, "--predict-only", "--csv", table) == 0
     (row,) = csv.DictReader(table.read_text().splitlines())
     brim = {**CLUSTER["device"], "memory_gib": float(row["predicted_peak_gib"]) * 1.03}
     path = write_sweep(tmp_path, sweep={"grid": ONE_GRID}, cluster={"device": brim})
@@ -152,13 +152,13 @@ def test_results_are_reported_and_no_run_is_repeated(
         call(path, "--results", database, "--report")
     assert call(path, "--results", database) == 0
     table = capsys.readouterr().out.partition("small on two")[2].partition("results: ")[0]
-    then = (tmp_path / "results.csv").read_text()
-    assert [row["verdict"] for row in csv.DictReader(then.splitlines())] == ["ok"] * 4
+    first_csv = (tmp_path / "results.csv").read_text()
+    assert [row["verdict"] for row in csv.DictReader(first_csv.splitlines())] == ["ok"] * 4
     renamed = {"name": "renamed", "pruning": {"margin": 0.0, "at_most": 1}}
     assert call(write_sweep(tmp_path, sweep=renamed), "--results", database) == 0
     assert "2 of 2 runs were made before" in capsys.readouterr().out
-    again = (tmp_path / "results.csv").read_text()
-    assert sorted(again.splitlines()) == sorted(then.splitlines())
+    csv_text = (tmp_path / "results.csv").read_text()
+    assert sorted(csv_text.splitlines()) == sorted(first_csv.splitlines())
     monkeypatch.setattr(sweep_run, "_predict", None)
     monkeypatch.setitem(sys.modules, "submitit", None)
     with open_results(database) as results:
@@ -170,7 +170,7 @@ def test_results_are_reported_and_no_run_is_repeated(
     # ... except the prediction for each rank, which the results file does not contain
     now, then = (
         [line.rsplit(",", 4)[0] for line in sorted(text.splitlines())]
-        for text in ((tmp_path / "now.csv").read_text(), then)
+        for text in ((tmp_path / "now.csv").read_text(), first_csv)
     )
     assert now == then
 
@@ -243,8 +243,10 @@ def test_faults_are_reported_before_predicting(
 
 
 def test_what_was_not_planned_has_no_peak(tmp_path: Path) -> None:
-    (it,) = expand(load_sample(tmp_path, sweep={"grid": ONE_GRID})).possible
-    not_planned = Prediction(it, Verdict.NOT_PLANNED, 0.0, reason="too slow")
-    write_csv(rows_of([not_planned, Prediction(it, Verdict.RUNS, 2.0 * GIB)]), tmp_path / "all.csv")
+    (config,) = expand(load_sample(tmp_path, sweep={"grid": ONE_GRID})).possible
+    not_planned = Prediction(config, Verdict.NOT_PLANNED, 0.0, reason="too slow")
+    write_csv(
+        rows_of([not_planned, Prediction(config, Verdict.RUNS, 2.0 * GIB)]), tmp_path / "all.csv"
+    )
     with (tmp_path / "all.csv").open() as file:
         assert [row["predicted_peak_gib"] for row in csv.DictReader(file)] == ["", "2.0"]

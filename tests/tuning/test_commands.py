@@ -29,18 +29,22 @@ EIGHT = {"devices_per_node": 8}
 def swept(folder: Path, *words: str, **grid: Any) -> Loaded:
     sweep = {"grid": {"schedule": ["1f1b"], "pipeline_parallel": [2], **grid}}
     path = write_sweep(folder, sweep=sweep, cluster=EIGHT)
-    given = yaml.safe_load(path.read_text())
-    del given["workloads"], given["model"]
-    path.write_text(yaml.safe_dump(given))
+    settings = yaml.safe_load(path.read_text())
+    del settings["workloads"], settings["model"]
+    path.write_text(yaml.safe_dump(settings))
     return load_sweep(path, words)
 
 
 def test_what_the_grid_leaves_out_is_as_the_command_has_it(tmp_path: Path) -> None:
     loaded = swept(tmp_path, "pretrain_gpt.py", *EXPERTS)
-    (it,) = expand(loaded).possible
-    assert (it.sequence_length, it.global_batch_size, it.microbatch_size) == (128, 16, 2)
-    assert (it.tensor_parallel, it.data_parallel, it.recompute) == (2, 2, "given")
-    command = trainer_command(loaded, it)
+    (config,) = expand(loaded).possible
+    assert (config.sequence_length, config.global_batch_size, config.microbatch_size) == (
+        128,
+        16,
+        2,
+    )
+    assert (config.tensor_parallel, config.data_parallel, config.recompute) == (2, 2, "given")
+    command = trainer_command(loaded, config)
     assert command[command.index("--recompute-granularity") + 1] == "full"
     assert command[command.index("--data-path") + 1] == "mine"
     assert "--mock-data" not in command
@@ -56,17 +60,19 @@ def test_experts_stages_recompute_and_formats_are_in_the_grid(tmp_path: Path) ->
         "format": ["given", "mxfp8"],
     }
     loaded = swept(tmp_path, "pretrain_gpt.py", *EXPERTS, **grid)
-    found = expand(loaded)
-    names = {each.schedule for each in found.possible}
+    expanded = expand(loaded)
+    names = {config.schedule for config in expanded.possible}
     assert names == {"1f1b", "interleaved-1f1b:2", "v-half"}
-    assert {each.expert_parallel for each in found.possible} == {2}
-    assert any("EP 3 does not divide 8 experts" in each.reason for each in found.dropped)
-    assert len({key_of_count(each) for each in found.possible}) == 4
-    it = found.possible[-1]
-    assert str(it).endswith("ep2 mbs2 auto recompute-layernorm,moe_act mxfp8")
-    flags = it.command(loaded.subject).flags
-    at = flags.index("--recompute-modules")
-    assert flags[at : at + 3] == ("--recompute-modules", "layernorm", "moe_act")
+    assert {config.expert_parallel for config in expanded.possible} == {2}
+    assert any(
+        "EP 3 does not divide 8 experts" in rejection.reason for rejection in expanded.dropped
+    )
+    assert len({key_of_count(config) for config in expanded.possible}) == 4
+    config = expanded.possible[-1]
+    assert str(config).endswith("ep2 mbs2 auto recompute-layernorm,moe_act mxfp8")
+    flags = config.command(loaded.subject).flags
+    index = flags.index("--recompute-modules")
+    assert flags[index : index + 3] == ("--recompute-modules", "layernorm", "moe_act")
     assert "--recompute-method" not in flags
     assert flags[flags.index("--fp8-recipe") + 1] == "mxfp8"
     assert flags.count("--bf16") == 1
@@ -76,7 +82,7 @@ def test_a_model_may_be_a_file_of_arguments(tmp_path: Path) -> None:
     (tmp_path / "flags.txt").write_text(" ".join(EXPERTS))
     loaded = load_sweep(write_sweep(tmp_path, sweep={"model": "flags.txt"}, cluster=EIGHT))
     assert (loaded.subject.name, loaded.subject.experts) == ("flags", 8)
-    assert {each.data_parallel for each in expand(loaded).possible} == {2}
+    assert {config.data_parallel for config in expand(loaded).possible} == {2}
 
 
 def test_a_model_file_is_translated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -84,12 +90,14 @@ def test_a_model_file_is_translated(tmp_path: Path, caplog: pytest.LogCaptureFix
     with caplog.at_level("INFO"):
         loaded = load_sweep(write_sweep(tmp_path, model={"experts": experts, "mtp_layers": 1}))
     (line,) = [
-        each for each in caplog.messages if "as Megatron's arguments: --num-layers 8" in each
+        message
+        for message in caplog.messages
+        if "as Megatron's arguments: --num-layers 8" in message
     ]
     assert "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96" in line
     assert "--mtp-num-layers 1" in line
-    (it, *_) = expand(loaded).possible
-    assert "--mock-data" in trainer_command(loaded, it)
+    (config, *_) = expand(loaded).possible
+    assert "--mock-data" in trainer_command(loaded, config)
 
 
 def test_without_a_model_the_command_must_follow(tmp_path: Path) -> None:
@@ -103,7 +111,7 @@ def test_what_cannot_be_rehearsed_here_is_one_sentence(
     """There is no formula in its place."""
     loaded = swept(tmp_path, "pretrain_gpt.py", *EXPERTS)
     counts = Counts(loaded.subject, Machine.of(loaded.cluster))
-    monkeypatch.setattr(sources, "find_megatron", lambda given, script: None)
+    monkeypatch.setattr(sources, "find_megatron", lambda path, script: None)
     monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(sources.VARIABLE, raising=False)

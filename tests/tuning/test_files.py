@@ -45,7 +45,7 @@ def test_an_example_says_what_every_key_is(folder: str, kind: type[BaseModel]) -
     load(path, kind)
     lines = path.read_text().splitlines()
     for key in keys_of(kind):
-        (line, *_) = [each for each in lines if re.search(rf"(^|[ {{#]){key}:", each)]
+        (line, *_) = [line for line in lines if re.search(rf"(^|[ {{#]){key}:", line)]
         assert "#" in line, f"{path.name}: {key} has no comment"
 
 
@@ -104,8 +104,8 @@ def test_removed_keys_of_old_files_are_ignored_with_a_warning(
 ) -> None:
     entry = {"costs": "costs.json", "layers_per_stage": 2, "sequence_length": 64}
     old = {"sweep": {"measured_costs": [entry]}, "cluster": {"shared_processors": 1}}
-    found, plain = load_sample(tmp_path, **old), load_sample(tmp_path)
-    assert (found.sweep, found.cluster) == (plain.sweep, plain.cluster)
+    loaded, plain = load_sample(tmp_path, **old), load_sample(tmp_path)
+    assert (loaded.sweep, loaded.cluster) == (plain.sweep, plain.cluster)
     assert "measured_costs is ignored: sweep counts the work" in caplog.text
     assert "shared_processors is ignored: every device" in caplog.text
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from tuning.test_advice import LAYERS_36, NOTHING, advice, subject
+from tuning.test_advice import LAYERS_36, NOTHING, make_advice, subject
 
 from megatron_vshape.core.model.pieces import Piece, Pieces
 from megatron_vshape.rehearsal import accuracy
@@ -20,14 +20,14 @@ LAYER = Piece(4e3, 4e3, 4e3, GIB / 64, 0.0, state_bytes=18 * BILLION / 36)
 def without_pipeline(number: int, layer: Piece = LAYER) -> tuple[Advice, float, float]:
     """Return an advice for this number of H100, and the step and peak of FSDP2."""
     words = LAYERS_36.replace("global-batch-size 32", "global-batch-size 256") + " --bf16"
-    made = advice(subject(words), Pieces(layer, NOTHING, NOTHING, 0.0))
-    predictor = replace(made.predictor, machine=Machine(GPUS["h100"], number))
-    made.predictor = predictor
-    row = fsdp.best(predictor, made.command_config)
+    advice = make_advice(subject(words), Pieces(layer, NOTHING, NOTHING, 0.0))
+    predictor = replace(advice.predictor, machine=Machine(GPUS["h100"], number))
+    advice.predictor = predictor
+    row = fsdp.best(predictor, advice.command_config)
     assert row is not None
     assert row.step_s is not None
     assert row.configuration.data_parallel == number
-    return made, row.step_s, row.ranks[0].allocated
+    return advice, row.step_s, row.ranks[0].allocated
 
 
 def test_states_are_sharded_and_layers_are_gathered() -> None:
@@ -41,11 +41,13 @@ def test_states_are_sharded_and_layers_are_gathered() -> None:
 
 def test_inputs_that_a_layer_keeps_are_neither_sharded_nor_gathered() -> None:
     """A layer with recomputed experts keeps inputs between steps, besides its states."""
-    made, step_s, peak = without_pipeline(8)
-    counted = made.predictor.counts(made.command_config)
-    kept = replace(LAYER, state_bytes=LAYER.state_bytes + GIB / 64)
-    more = replace(counted, pieces=replace(counted.pieces, layer=kept))
-    row = fsdp.best(replace(made.predictor, counts=lambda _: more), made.command_config)
+    advice, step_s, peak = without_pipeline(8)
+    counted = advice.predictor.counts(advice.command_config)
+    layer = replace(LAYER, state_bytes=LAYER.state_bytes + GIB / 64)
+    counted_inputs = replace(counted, pieces=replace(counted.pieces, layer=layer))
+    row = fsdp.best(
+        replace(advice.predictor, counts=lambda _: counted_inputs), advice.command_config
+    )
     assert row is not None
     assert row.step_s == step_s
     assert row.ranks[0].allocated == pytest.approx(peak + 36 * GIB / 64)
@@ -56,8 +58,8 @@ def test_exchanges_are_exposed_where_the_network_is_slower_than_the_computation(
     gpu, rates = GPUS["h100"], rates_of(GPUS["h100"])
     computes_s = 36 * 12e-3
     _, near_s, _ = without_pipeline(8)
-    sent = 8 * BILLION * 7 / 8
-    exchange_s = sent / gpu.near_rate / rates.wire + 36 * 3 * 1e-6 * rates.exchange_us
+    sent_bytes = 8 * BILLION * 7 / 8
+    exchange_s = sent_bytes / gpu.near_rate / rates.wire + 36 * 3 * 1e-6 * rates.exchange_us
     hidden = Rates().replicas_exposed * exchange_s  # the first and last layers are not overlapped
     assert near_s == pytest.approx(256 / 8 * (computes_s + hidden), rel=1e-3)
     quick = replace(LAYER, forward_us=10.0, backward_us=10.0, weight_us=10.0)
@@ -66,21 +68,21 @@ def test_exchanges_are_exposed_where_the_network_is_slower_than_the_computation(
 
 
 def test_a_gain_is_reported_if_it_is_larger_than_the_error() -> None:
-    made, _, _ = without_pipeline(8)
-    row = fsdp.best(made.predictor, made.command_config)
+    advice, _, _ = without_pipeline(8)
+    row = fsdp.best(advice.predictor, advice.command_config)
     assert row is not None
     assert row.step_s is not None
-    within = accuracy.threshold(made.case)
+    within = accuracy.threshold(advice.case)
     for factor, words in (
         (1 / (1 - within) + 0.05, "faster than the best pipeline, more than the error"),
         (1.0, "within the error"),
         (0.5, "slower"),
     ):
-        other = replace(row, step_s=factor * row.step_s)
-        assert words in fsdp.sentence(row, other, made.case)
+        baseline = replace(row, step_s=factor * row.step_s)
+        assert words in fsdp.sentence(row, baseline, advice.case)
     too_much = replace(row, verdict=row.verdict.OUT_OF_MEMORY, fit=Fit.TOO_LARGE)
-    assert fsdp.sentence(too_much, row, made.case).endswith("does not fit.")
-    assert not fsdp.sentence(None, row, made.case)
+    assert fsdp.sentence(too_much, row, advice.case).endswith("does not fit.")
+    assert not fsdp.sentence(None, row, advice.case)
 
 
 def test_a_model_that_does_not_fit_is_the_smallest_or_none() -> None:
@@ -88,6 +90,6 @@ def test_a_model_that_does_not_fit_is_the_smallest_or_none() -> None:
     _, _, peak = without_pipeline(8, replace(LAYER, held_after_forward_bytes=4.0 * GIB))
     assert peak > 80 * GIB
     many = replace(LAYER, state_bytes=18 * 60 * BILLION / 36)  # 135 GB on each of 8 ranks
-    made = advice(subject(LAYERS_36), Pieces(many, NOTHING, NOTHING, 0.0))
-    predictor = replace(made.predictor, machine=Machine(GPUS["h100"], 8))
-    assert fsdp.best(predictor, made.command_config) is None
+    advice = make_advice(subject(LAYERS_36), Pieces(many, NOTHING, NOTHING, 0.0))
+    predictor = replace(advice.predictor, machine=Machine(GPUS["h100"], 8))
+    assert fsdp.best(predictor, advice.command_config) is None

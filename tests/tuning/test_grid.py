@@ -15,20 +15,22 @@ from megatron_vshape.tuning.trainer_flags import trainer_command
 
 def reasons(folder: Path, **grid: Any) -> list[str]:
     return [
-        each.reason
-        for each in expand(load_sample(folder, sweep={"grid": {**SWEEP["grid"], **grid}})).dropped
+        rejection.reason
+        for rejection in expand(
+            load_sample(folder, sweep={"grid": {**SWEEP["grid"], **grid}})
+        ).dropped
     ]
 
 
 def test_all_of_a_small_grid(tmp_path: Path) -> None:
-    found = expand(load_sample(tmp_path))
-    assert [str(each) for each in found.possible] == [
+    expanded = expand(load_sample(tmp_path))
+    assert [str(config) for config in expanded.possible] == [
         "1f1b s64 gbs8 dp1 tp1 pp2 mbs1 even",
         "1f1b s64 gbs8 dp1 tp1 pp2 mbs2 even",
         "v-half s64 gbs8 dp1 tp1 pp2 mbs1 even",
         "v-half s64 gbs8 dp1 tp1 pp2 mbs2 even",
     ]
-    assert not found.dropped
+    assert not expanded.dropped
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,7 @@ def test_all_of_a_small_grid(tmp_path: Path) -> None:
     ],
 )
 def test_impossible_has_a_reason(tmp_path: Path, grid: dict[str, Any], reason: str) -> None:
-    assert any(reason in each for each in reasons(tmp_path, **grid))
+    assert any(reason in text for text in reasons(tmp_path, **grid))
 
 
 def test_nothing_possible(tmp_path: Path) -> None:
@@ -54,25 +56,25 @@ def test_layers_add_up(tmp_path: Path) -> None:
     loaded = load_sample(tmp_path, model={"layers": 6}, sweep={"grid": BALANCED})
     possible = expand(loaded).possible
     assert possible
-    for it in possible:
-        assert it.layout is Layout.BALANCED
-        assert layers_of_stages(it, loaded.subject, v_shape(2)) == (1, 2, 2, 1)
+    for config in possible:
+        assert config.layout is Layout.BALANCED
+        assert layers_of_stages(config, loaded.subject, v_shape(2)) == (1, 2, 2, 1)
 
 
 def test_stages_of_a_schedule() -> None:
-    found = [count_stages(name, 4) for name in ("1f1b", "v-half", "interleaved-1f1b", "adaptive")]
-    assert found == [4, 8, 8, 8]
+    counts = [count_stages(name, 4) for name in ("1f1b", "v-half", "interleaved-1f1b", "adaptive")]
+    assert counts == [4, 8, 8, 8]
     assert count_stages("interleaved-1f1b:4", 4) == 16
 
 
 def test_stages_a_device_stand_in_a_name_of_a_sweep(tmp_path: Path) -> None:
     names = ["interleaved-1f1b:2", "interleaved-1f1b:4"]
     loaded = load_sample(tmp_path, sweep={"grid": {**SWEEP["grid"], "schedule": names}})
-    found = {each.schedule: each for each in expand(loaded).possible}
+    configs = {config.schedule: config for config in expand(loaded).possible}
     predictor = predictor_of(loaded)
-    two, four = (predictor(found[name]) for name in names)
+    two, four = (predictor(configs[name]) for name in names)
     assert four.bubble < two.bubble
-    command = trainer_command(loaded, found[names[1]])
+    command = trainer_command(loaded, configs[names[1]])
     assert command[command.index("--pipeline-schedule") + 1] == "interleaved-1f1b:4"
     loaded = load_sample(tmp_path, sweep={"grid": {**SWEEP["grid"], "schedule": ["v-half:4"]}})
     with pytest.raises(
@@ -86,8 +88,8 @@ BALANCED = {**SWEEP["grid"], "schedule": ["v-half"], "layout": ["balanced"]}
 
 def test_runs_beside_the_grid_keep_their_arguments(tmp_path: Path) -> None:
     also = [{"schedule": "v-min", "pipeline_parallel": 2, "layout": "even", "arguments": ["--x"]}]
-    found = expand(load_sample(tmp_path, sweep={"also": also})).possible
-    assert str(found[-1]) == "v-min s64 gbs8 dp1 tp1 pp2 mbs1 even --x"
+    configs = expand(load_sample(tmp_path, sweep={"also": also})).possible
+    assert str(configs[-1]) == "v-min s64 gbs8 dp1 tp1 pp2 mbs1 even --x"
 
 
 def test_a_shared_vocabulary_has_its_own_layers(tmp_path: Path) -> None:
@@ -99,10 +101,10 @@ def test_a_shared_vocabulary_has_its_own_layers(tmp_path: Path) -> None:
         "vocab_parallel": [True],
     }
     loaded = load_sample(tmp_path, model={"layers": 7}, sweep={"grid": over})
-    it = expand(loaded).possible[0]
-    assert it.layout is Layout.AUTO
-    assert layers_of_stages(it, loaded.subject, v_shape(2)) == (1, 2, 2, 2)
-    words = trainer_command(loaded, it)
+    config = expand(loaded).possible[0]
+    assert config.layout is Layout.AUTO
+    assert layers_of_stages(config, loaded.subject, v_shape(2)) == (1, 2, 2, 2)
+    words = trainer_command(loaded, config)
     assert "--pipeline-vocab-parallel" in words
     assert words[words.index("--pipeline-layer-split") + 1] == "auto"
 
@@ -126,10 +128,10 @@ def test_where_the_usual_layout_does_not_divide_auto_deals_layers_out(tmp_path: 
     """80 layers, as Llama 70B has, and both ends: 2 stages have equally many, 4 have not."""
     grid = {name: value for name, value in SWEEP["grid"].items() if name != "layout"}
     model = {**MODEL, "layers": 80}
-    found = expand(load_sample(tmp_path, model=model, sweep={"grid": grid}))
-    layouts = {(each.schedule, each.layout) for each in found.possible}
+    expanded = expand(load_sample(tmp_path, model=model, sweep={"grid": grid}))
+    layouts = {(config.schedule, config.layout) for config in expanded.possible}
     assert layouts == {("1f1b", Layout.BALANCED), ("v-half", Layout.AUTO)}
-    asked = {**grid, "layout": ["balanced"]}
-    found = expand(load_sample(tmp_path, model=model, sweep={"grid": asked}))
-    assert {each.schedule for each in found.possible} == {"1f1b"}
-    assert found.dropped[0].reason == "80 layers and both ends do not divide among 4 stages"
+    balanced = {**grid, "layout": ["balanced"]}
+    expanded = expand(load_sample(tmp_path, model=model, sweep={"grid": balanced}))
+    assert {config.schedule for config in expanded.possible} == {"1f1b"}
+    assert expanded.dropped[0].reason == "80 layers and both ends do not divide among 4 stages"

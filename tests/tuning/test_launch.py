@@ -40,7 +40,7 @@ def launcher_of(
     """Return a launcher of the sweep, and the predictions of its runs."""
     loaded = load_sample(folder, sweep=sweep)
     predictor = predictor_of(loaded)
-    chosen = [predictor(each) for each in expand(loaded).possible]
+    chosen = [predictor(config) for config in expand(loaded).possible]
     return Launcher(loaded, predictor, results, folder / "runs", say), chosen
 
 
@@ -50,9 +50,9 @@ def launch(
     """Launch the sweep, and return the results of its new runs."""
     with open_results(folder / "results.db") as results:
         launcher, chosen = launcher_of(folder, sweep, results, say)
-        before = results.finished_keys()
+        old_keys = results.finished_keys()
         launcher.run(chosen)
-        return results.read(results.finished_keys() - before)
+        return results.read(results.finished_keys() - old_keys)
 
 
 def test_statuses_and_no_run_twice(tmp_path: Path) -> None:
@@ -67,19 +67,19 @@ def test_statuses_and_no_run_twice(tmp_path: Path) -> None:
         **run_over(at_once=4, arguments=["--log-starts", str(starts)]),
     }
     said: list[str] = []
-    found = {str(each.configuration): each for each in launch(tmp_path, sweep, said.append)}
+    results = {str(result.configuration): result for result in launch(tmp_path, sweep, said.append)}
     assert sum(line.startswith(("ok", "OOM", "failed")) for line in said) == 4
-    assert [each.outcome.status for _, each in sorted(found.items())] == [
+    assert [result.outcome.status for _, result in sorted(results.items())] == [
         Status.OK,
         Status.OK,
         Status.FAILED,
         Status.OUT_OF_MEMORY,
     ]
-    fast = found["1f1b s64 gbs8 dp1 tp1 pp2 mbs1 even"]
+    fast = results["1f1b s64 gbs8 dp1 tp1 pp2 mbs1 even"]
     assert fast.outcome.step_s == pytest.approx(0.1)
     assert fast.mfu is not None
     assert fast.outcome.peak_bytes is not None
-    broken = found["v-min s64 gbs8 dp1 tp1 pp2 mbs1 even --broken"]
+    broken = results["v-min s64 gbs8 dp1 tp1 pp2 mbs1 even --broken"]
     assert broken.outcome.log_tail.endswith("error: unrecognized arguments: --broken")
     assert len(starts.read_text().splitlines()) == 4
     assert launch(tmp_path, sweep) == []
@@ -106,25 +106,29 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
 
 def test_what_sbatch_refuses_is_told(tmp_path: Path, tools: Callable[..., None]) -> None:
     tools(sbatch='cp "$1" asked\necho "sbatch: error: invalid partition: none" >&2\nexit 1')
-    wanted = {"partition": "none", "exclusive": False, "mem": "1GB", "setup": ["module load x"]}
+    settings = {"partition": "none", "exclusive": False, "mem": "1GB", "setup": ["module load x"]}
     with pytest.raises(SweepError, match=r"(?s)invalid partition: none.*`run: slurm:`"):
-        launch(tmp_path, ONE | run_over(executor="slurm", slurm=wanted, threads=3))
-    asked = (tmp_path / "asked").read_text()
-    assert "#SBATCH --partition=none\n" in asked
-    assert "#SBATCH --mem=1GB\n" in asked
+        launch(tmp_path, ONE | run_over(executor="slurm", slurm=settings, threads=3))
+    script = (tmp_path / "asked").read_text()
+    assert "#SBATCH --partition=none\n" in script
+    assert "#SBATCH --mem=1GB\n" in script
     # The cluster has no GPU, and false takes a flag away.
-    assert "--gpus" not in asked
-    assert "--exclusive" not in asked
-    assert "#SBATCH --cpus-per-task=6\n" in asked  # two devices with three threads
-    assert "#SBATCH --no-requeue\n" in asked
-    assert "\nmodule load x\n" in asked
+    assert "--gpus" not in script
+    assert "--exclusive" not in script
+    assert "#SBATCH --cpus-per-task=6\n" in script  # two devices with three threads
+    assert "#SBATCH --no-requeue\n" in script
+    assert "\nmodule load x\n" in script
 
 
 def test_an_order_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan of the prediction runs; it is not even simulated again."""
     simulated = []
     simulate = predicting.simulate
-    monkeypatch.setattr(predicting, "simulate", lambda *it: simulated.append(it) or simulate(*it))
+    monkeypatch.setattr(
+        predicting,
+        "simulate",
+        lambda *arguments: simulated.append(arguments) or simulate(*arguments),
+    )
     grid = {**SWEEP["grid"], "schedule": ["adaptive"], "microbatch_size": [1]}
     with open_results(tmp_path / "results.db") as results:
         launcher, chosen = launcher_of(tmp_path, {"grid": grid}, results)
@@ -156,7 +160,7 @@ def slurm(tmp_path: Path, tools: Callable[..., None], states: None) -> Callable[
     def sweep(*states: str, stopped: bool = False) -> Result:
         last = 41 + len(states)
         (tmp_path / "result.pkl").write_bytes(PICKLED)
-        rows = "".join(f"{at}|{state}|n1\n" for at, state in enumerate(states, 42) if state)
+        rows = "".join(f"{job}|{state}|n1\n" for job, state in enumerate(states, 42) if state)
         (tmp_path / "states").write_text(f"JobID|State|NodeList\n{rows}")
         tools(
             sacct="cat states",
@@ -228,7 +232,7 @@ def test_a_refused_job_waits_for_those_that_run(
         "2) cp result.pkl $first/42_0_result.pkl; echo QOSMaxSubmitJobPerUserLimit >&2; exit 1;;\n"
         "*) cp result.pkl $(dirname $1)/43_0_result.pkl; echo Submitted batch job 43\nesac",
     )
-    assert [each.outcome.step_s for each in launch(tmp_path, TWO)] == [0.5, 0.5]
+    assert [result.outcome.step_s for result in launch(tmp_path, TWO)] == [0.5, 0.5]
     assert len((tmp_path / "asked").read_text().splitlines()) == 3
     assert not (tmp_path / "cancelled").exists()
 
@@ -265,8 +269,8 @@ def test_only_an_interrupted_sweep_cancels_its_jobs(
     if error is not KeyboardInterrupt:
         (folder / "job" / "42_0_result.pkl").write_bytes(PICKLED)
         write_outcome(folder / "node0.json", Outcome(Status.OK, 0.25))
-    found = sorted(each.outcome.step_s or 0 for each in launch(tmp_path, TWO))
-    assert found == ([0.5, 0.5] if error is KeyboardInterrupt else [0.25, 0.5])
+    step_times = sorted(result.outcome.step_s or 0 for result in launch(tmp_path, TWO))
+    assert step_times == ([0.5, 0.5] if error is KeyboardInterrupt else [0.25, 0.5])
 
 
 @pytest.mark.usefixtures("states")
@@ -285,8 +289,8 @@ def test_a_cancelled_job_that_still_ends_is_run_again(
     )
     with pytest.raises(KeyboardInterrupt):
         launch(tmp_path, TWO, stops(KeyboardInterrupt))
-    found = launch(tmp_path, TWO)
-    assert [each.outcome.step_s for each in found] == [0.5, 0.5]
+    results = launch(tmp_path, TWO)
+    assert [result.outcome.step_s for result in results] == [0.5, 0.5]
 
 
 @pytest.mark.usefixtures("states")
@@ -298,9 +302,9 @@ def test_an_answer_of_sbatch_without_a_job(tmp_path: Path, tools: Callable[..., 
 
 def test_a_suspended_job_has_not_ended() -> None:
     states = launching._States()
-    for state, done in (("SUSPENDED", False), ("RUNNING", False), ("CANCELLED by 0", True)):
+    for state, is_done in (("SUSPENDED", False), ("RUNNING", False), ("CANCELLED by 0", True)):
         states._info_dict["9"] = {"State": state}
-        assert states.is_done("9", mode="cache") is done
+        assert states.is_done("9", mode="cache") is is_done
 
 
 def test_job_that_a_killed_launcher_left_is_taken_over(

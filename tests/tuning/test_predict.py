@@ -38,44 +38,46 @@ def test_flops_are_megatrons() -> None:
 
 def test_shapes_are_counted_whatever_the_order_and_the_pipeline() -> None:
     """The paper's grid: three lengths, four sizes of TP, three of the microbatch."""
-    every = expand(load_sweep(SWEEPS / "grid_98b_a100.yaml")).possible
-    assert len({key_of_count(it) for it in every}) <= 3 * 4 * 3 < len(every) / 3
+    configs = expand(load_sweep(SWEEPS / "grid_98b_a100.yaml")).possible
+    assert len({key_of_count(config) for config in configs}) <= 3 * 4 * 3 < len(configs) / 3
 
 
 def test_more_of_what_should_slow_a_step_slows_it(tmp_path: Path) -> None:
     loaded = load_sample(tmp_path)
     predict = predictor_of(loaded)
     one, two = expand(loaded).possible[:2]
-    again = replace(one, recompute=FULL)
+    recompute_config = replace(one, recompute=FULL)
     assert predict(one).bubble < predict(two).bubble  # type: ignore[operator]
-    assert predict(again).step_s > predict(one).step_s  # type: ignore[operator]
-    assert predict(again).peak_bytes < predict(one).peak_bytes
+    assert predict(recompute_config).step_s > predict(one).step_s  # type: ignore[operator]
+    assert predict(recompute_config).peak_bytes < predict(one).peak_bytes
 
 
 def test_an_adaptive_plan_is_on_its_placement(tmp_path: Path) -> None:
-    (it,) = expand(load_sample(tmp_path, sweep={"grid": ADAPTIVE_GRID})).possible
+    (config,) = expand(load_sample(tmp_path, sweep={"grid": ADAPTIVE_GRID})).possible
     costs = Costs.uniform(2, 4, 1.0, 1.0, 1.0, 0.0)
     for placement in (v_shape(2), looping(2, 2)):
-        found = plan_adaptive(it, placement, costs, [3.0, 3.0], Objective.MAKESPAN).schedule
-        assert found.placement == placement
+        schedule = plan_adaptive(config, placement, costs, [3.0, 3.0], Objective.MAKESPAN).schedule
+        assert schedule.placement == placement
 
 
 def test_a_limit_that_nothing_fits_is_told_in_gib(tmp_path: Path) -> None:
-    (it,) = expand(load_sample(tmp_path, sweep={"grid": ADAPTIVE_GRID})).possible
+    (config,) = expand(load_sample(tmp_path, sweep={"grid": ADAPTIVE_GRID})).possible
     costs = Costs(*((1.0,) * 4,) * 3, 0.0, (GIB,) * 4, (GIB,) * 4)
     with pytest.raises(SweepError, match="rank 0 is 1.5 GiB, and one .* ranks is 2 GiB"):
-        plan_adaptive(it, v_shape(2), costs, [1.5 * GIB] * 2, Objective.MAKESPAN)
+        plan_adaptive(config, v_shape(2), costs, [1.5 * GIB] * 2, Objective.MAKESPAN)
 
 
 def test_the_adaptive_method_takes_the_better_placement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = load_sample(tmp_path, sweep={"grid": ADAPTIVE_GRID})
-    (it,) = expand(loaded).possible
-    best, times_s = predictor_of(loaded)(it), {}
+    (config,) = expand(loaded).possible
+    best, times_s = predictor_of(loaded)(config), {}
     for placement in (v_shape(2), looping(2, 2)):
-        monkeypatch.setattr(predicting, "default_placements", lambda *_, it=placement: [it])
-        times_s[placement] = predictor_of(loaded)(it).step_s
+        monkeypatch.setattr(
+            predicting, "default_placements", lambda *_, placement=placement: [placement]
+        )
+        times_s[placement] = predictor_of(loaded)(config).step_s
     assert len(set(times_s.values())) == 2
     assert best.step_s == min(times_s.values())
     monkeypatch.undo()
@@ -90,10 +92,10 @@ def test_a_shared_vocabulary_is_predicted(tmp_path: Path) -> None:
     """Its passes are in the step, and nobody has all of the ends' parameters."""
     grid = {**SWEEP["grid"], "schedule": ["v-half"], "vocab_parallel": [False, True]}
     loaded = load_sample(tmp_path, sweep={"grid": grid}, model=HEAVY)
-    whole, shared = expand(loaded).possible[:2]
-    assert (whole.vocab_parallel, shared.vocab_parallel) == (False, True)
+    unshared, shared = expand(loaded).possible[:2]
+    assert (unshared.vocab_parallel, shared.vocab_parallel) == (False, True)
     predictor = predictor_of(loaded)
-    one, two = predictor(whole), predictor(shared)
+    one, two = predictor(unshared), predictor(shared)
     assert one.step_s is not None
     assert two.step_s is not None
     assert two.step_s < 0.8 * one.step_s
@@ -105,25 +107,25 @@ def test_a_shared_vocabulary_is_predicted(tmp_path: Path) -> None:
 def test_an_adaptive_plan_shares_it_too(tmp_path: Path) -> None:
     grid = {**ADAPTIVE_GRID, "vocab_parallel": [True]}
     loaded = load_sample(tmp_path, sweep={"grid": grid}, model=HEAVY)
-    (it,) = expand(loaded).possible
-    found = predictor_of(loaded)(it)
-    assert found.fits
-    assert found.schedule is not None
-    assert is_shared(found.schedule)
-    verify(found.schedule)
+    (config,) = expand(loaded).possible
+    prediction = predictor_of(loaded)(config)
+    assert prediction.fits
+    assert prediction.schedule is not None
+    assert is_shared(prediction.schedule)
+    verify(prediction.schedule)
 
 
 def test_multi_token_prediction_is_predicted(tmp_path: Path) -> None:
     """In time, in memory and in FLOPs; dealt out by what it takes, it costs less."""
-    found = []
-    for further in (0, 1):
-        loaded = load_sample(tmp_path, model={**HEAVY, "mtp_layers": further})
+    predictions = []
+    for mtp_layers in (0, 1):
+        loaded = load_sample(tmp_path, model={**HEAVY, "mtp_layers": mtp_layers})
         even = replace(expand(loaded).possible[0], schedule="v-half")
         predictor = predictor_of(loaded)
-        times = [predictor(replace(even, layout=each)) for each in (Layout.EVEN, Layout.AUTO)]
+        times = [predictor(replace(even, layout=layout)) for layout in (Layout.EVEN, Layout.AUTO)]
         times.append(predictor(replace(even, layout=Layout.AUTO, vocab_parallel=True)))
-        found.append((*times, loaded.subject.flops(64, 1)))
-    (plain, _, alone, flops), (even, auto, shared, more) = found
+        predictions.append((*times, loaded.subject.flops(64, 1)))
+    (plain, _, alone, flops), (even, auto, shared, mtp_flops) = predictions
     assert plain.step_s is not None
     assert even.step_s is not None
     assert auto.step_s is not None
@@ -134,18 +136,18 @@ def test_multi_token_prediction_is_predicted(tmp_path: Path) -> None:
     assert shared.step_s is not None
     assert alone.step_s < shared.step_s < auto.step_s  # both heads are shared
     assert alone.peak_bytes < shared.peak_bytes < auto.peak_bytes
-    assert 1.7 < more / flops < 2
+    assert 1.7 < mtp_flops / flops < 2
 
 
 def test_copies_take_the_time_of_the_link_to_the_host(tmp_path: Path) -> None:
     """At 10 GB/s a MB takes 100 us."""
     costs = replace(Costs.uniform(2, 4), held_after_forward_bytes=(1e6, 2e6, 2e6, 1e6))
     cluster = load_sample(tmp_path, cluster={"host_link": {"gb_per_s": 10}}).cluster
-    made = Machine.of(cluster).copied(costs)
+    copied_costs = Machine.of(cluster).copied(costs)
     for kind in (COPY_OUT, COPY_BACK):
-        assert [made.time_us(kind, stage) for stage in (0, 1)] == pytest.approx((100, 200))
-    without = Machine.of(load_sample(tmp_path).cluster)
-    assert (without.copied(costs), without.moved_limit_bytes) == (costs, math.inf)
+        assert [copied_costs.time_us(kind, stage) for stage in (0, 1)] == pytest.approx((100, 200))
+    machine = Machine.of(load_sample(tmp_path).cluster)
+    assert (machine.copied(costs), machine.moved_limit_bytes) == (costs, math.inf)
 
 
 def test_adaptive_has_activations_wait_where_the_cluster_file_has_a_link(tmp_path: Path) -> None:
@@ -153,25 +155,25 @@ def test_adaptive_has_activations_wait_where_the_cluster_file_has_a_link(tmp_pat
     # Little more than what is there besides activations, so that the order alone waits for memory.
     device = CLUSTER["device"] | {"memory_gib": 2.45}
 
-    def found(**link: float) -> tuple[float, int]:
+    def predict(**link: float) -> tuple[float, int]:
         """Return the step's time and how many copies there are to the host."""
         over = {"device": device} | ({"host_link": link} if link else {})
         sweep = {"grid": ADAPTIVE_GRID, "workloads": workloads}
         loaded = load_sample(tmp_path, sweep=sweep, cluster=over)
-        (it,) = expand(loaded).possible
-        made = predictor_of(loaded)(it)
-        assert made.schedule is not None
-        assert made.step_s is not None
-        command = trainer_command(loaded, it, tmp_path / "plan.json")
+        (config,) = expand(loaded).possible
+        prediction = predictor_of(loaded)(config)
+        assert prediction.schedule is not None
+        assert prediction.step_s is not None
+        command = trainer_command(loaded, config, tmp_path / "plan.json")
         assert ("--pipeline-host-memory-limit" in command) == ("memory_gib" in link)
-        return made.step_s, sum(
-            work.kind is COPY_OUT for row in made.schedule.order for work in row
+        return prediction.step_s, sum(
+            work.kind is COPY_OUT for row in prediction.schedule.order for work in row
         )
 
-    alone, without = found()
-    own, copies = found(gb_per_s=10.0)
-    assert without == 0 < copies
-    assert own < 0.99 * alone
-    slow, _ = found(gb_per_s=10.0 / 32)
-    assert own < slow <= alone * (1 + 1e-9)
-    assert found(gb_per_s=10.0, memory_gib=0.001) == (pytest.approx(alone, rel=0.005), 0)
+    alone_s, num_copies = predict()
+    linked_s, copies = predict(gb_per_s=10.0)
+    assert num_copies == 0 < copies
+    assert linked_s < 0.99 * alone_s
+    slow_s, _ = predict(gb_per_s=10.0 / 32)
+    assert linked_s < slow_s <= alone_s * (1 + 1e-9)
+    assert predict(gb_per_s=10.0, memory_gib=0.001) == (pytest.approx(alone_s, rel=0.005), 0)

@@ -34,7 +34,7 @@ def test_laptop_sweep_survives_a_kill(tmp_path: Path) -> None:
     assert "Kendall's tau" in second.stdout
     assert time.monotonic() - started < 600
     with open_results(database) as results:
-        outcomes = [each.outcome for each in results.read(results.finished_keys())]
-    assert sorted(each.status for each in outcomes) == [Status.FAILED] + [Status.OK] * 9
-    bubbles = [each.bubble for each in outcomes if each.status is Status.OK]
+        outcomes = [result.outcome for result in results.read(results.finished_keys())]
+    assert sorted(outcome.status for outcome in outcomes) == [Status.FAILED] + [Status.OK] * 9
+    bubbles = [outcome.bubble for outcome in outcomes if outcome.status is Status.OK]
     assert all(bubble is not None and 0 < bubble < 1 for bubble in bubbles)

@@ -54,10 +54,10 @@ def test_results_come_back_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "results.db"
     expected, keys = [], []
     with open_results(path) as results:
-        for it, status in zip(expand(loaded).possible, Status, strict=False):
+        for config, status in zip(expand(loaded).possible, Status, strict=False):
             outcome = Outcome(status, 1.5, 2e9, 0.25, "line one\nline two")
-            expected.append(Result(it, outcome, 0.5, 1.25, 1e9, 0.125))
-            keys.append(key_of(it, loaded))
+            expected.append(Result(config, outcome, 0.5, 1.25, 1e9, 0.125))
+            keys.append(key_of(config, loaded))
             results.record(keys[-1], "test", expected[-1])
     with open_results(path) as results:
         assert results.read(keys) == expected
@@ -66,9 +66,9 @@ def test_results_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 def test_a_failed_run_keeps_its_row_until_its_retry_has_ended(tmp_path: Path) -> None:
-    it = expand(load_sample(tmp_path)).possible[0]
+    config = expand(load_sample(tmp_path)).possible[0]
     failed, ran = (
-        Result(it, Outcome(status, log_tail=status), None, None, 1.0, None)
+        Result(config, Outcome(status, log_tail=status), None, None, 1.0, None)
         for status in (Status.FAILED, Status.OK)
     )
     path = tmp_path / "results.db"
@@ -93,13 +93,13 @@ def test_kill_loses_nothing_that_was_recorded(tmp_path: Path) -> None:
         [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
     )
     assert writer.stdout is not None
-    told = [int(writer.stdout.readline()) for _ in range(25)]
+    recorded = [int(writer.stdout.readline()) for _ in range(25)]
     writer.send_signal(signal.SIGKILL)
-    told += [int(line) for line in writer.stdout.read().splitlines() if line]
+    recorded += [int(line) for line in writer.stdout.read().splitlines() if line]
     writer.wait()
     with open_results(path) as results:
-        assert len(results.finished_keys()) in (len(told), len(told) + 1)
-        assert {str(number) for number in told} <= results.finished_keys()
+        assert len(results.finished_keys()) in (len(recorded), len(recorded) + 1)
+        assert {str(number) for number in recorded} <= results.finished_keys()
 
 
 def test_a_reader_finds_what_a_kill_left(tmp_path: Path) -> None:
@@ -137,8 +137,8 @@ def test_reading_is_no_writing(tmp_path: Path) -> None:
 
 def sql(path: Path, *statements: str) -> None:
     with closing(sqlite3.connect(path)) as connection, connection:
-        for each in statements:
-            connection.execute(each)
+        for statement in statements:
+            connection.execute(statement)
 
 
 DAMAGED = r"results\.db is not a results file, or a damaged one"
@@ -174,10 +174,10 @@ def test_file_that_is_none(tmp_path: Path, damage: Callable[[Path], object], mes
     with open_results(path) as results:
         results.record("a", "test", RESULT)
     damage(path)
-    before = path.read_bytes() if path.is_file() else b""
+    content = path.read_bytes() if path.is_file() else b""
     with pytest.raises(SweepError, match=message), open_results(path) as results:
         results.finished_keys()
-    assert (path.read_bytes() if path.is_file() else b"") == before
+    assert (path.read_bytes() if path.is_file() else b"") == content
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_the_key_of_a_run_is_that_of_earlier_versions() -> None:
 )
 def test_what_makes_it_another_run(tmp_path: Path, over: dict[str, Any]) -> None:
     one = load_sample(tmp_path)
-    it = expand(one).possible[0]
-    other = load_sample(tmp_path, **over)
-    assert key_of(it, one) == key_of(it, one)
-    assert key_of(it, one) != key_of(it, other)
+    config = expand(one).possible[0]
+    changed = load_sample(tmp_path, **over)
+    assert key_of(config, one) == key_of(config, one)
+    assert key_of(config, one) != key_of(config, changed)

@@ -25,8 +25,8 @@ def job(nodes: int = 1, backend: str = "gloo", **over: object) -> Job:
 def steps(*bubbles: float | None) -> list[dict[str, float | None]]:
     """Return the records of four steps, of which the first one is slow."""
     times = (0.9, 0.1, 0.3, 0.2)
-    known = bubbles or (None,) * 4
-    return [{"step_s": t, "bubble": b} for t, b in zip(times, known, strict=True)]
+    step_bubbles = bubbles or (None,) * 4
+    return [{"step_s": t, "bubble": b} for t, b in zip(times, step_bubbles, strict=True)]
 
 
 ALLOCATED = {"allocated_bytes": [512, 1024]}
@@ -35,7 +35,7 @@ ALLOCATED = {"allocated_bytes": [512, 1024]}
 def test_the_measured_steps_follow_the_warm_up() -> None:
     measured = steps(0.6, 0.105, 0.125, 0.115)
     median, fastest = (
-        outcome_of("", measured, 0, job(statistic=it)) for it in ("median", "fastest")
+        outcome_of("", measured, 0, job(statistic=statistic)) for statistic in ("median", "fastest")
     )
     assert (median.step_s, median.bubble) == (pytest.approx(0.2), pytest.approx(0.115))
     assert (fastest.step_s, fastest.bubble) == (pytest.approx(0.1), pytest.approx(0.105))
@@ -107,11 +107,11 @@ FAULT = "ValueError: layers"
 def test_a_run_without_a_result_has_a_reason(
     text: str, code: int | None, status: Status, last: str
 ) -> None:
-    found = outcome_of(text, [], code, job())
-    assert found.status is status
-    *before, end = found.log_tail.splitlines()
+    outcome = outcome_of(text, [], code, job())
+    assert outcome.status is status
+    *earlier_lines, end = outcome.log_tail.splitlines()
     assert end == last
-    assert len(before) < 12
+    assert len(earlier_lines) < 12
 
 
 def test_nodes_are_merged(tmp_path: Path) -> None:

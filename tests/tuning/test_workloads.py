@@ -22,8 +22,8 @@ TWO_BATCHES = [{"sequence_length": 64, "global_batch_size": size} for size in (8
 
 
 def survey(loaded: Loaded, margin: float) -> dict[Configuration, Prediction]:
-    found = predictor_of(loaded).survey(expand(loaded).possible, margin)
-    return {each.configuration: each for each in found}
+    predictions = predictor_of(loaded).survey(expand(loaded).possible, margin)
+    return {prediction.configuration: prediction for prediction in predictions}
 
 
 @pytest.fixture
@@ -52,7 +52,10 @@ def test_each_workload_has_its_best(two_batches: list[Prediction]) -> None:
 
 def test_measured_figures_are_shown_with_the_predicted(two_batches: list[Prediction]) -> None:
     outcome = Outcome(Status.OK, 12.345, 99 * 2.0**30, 0.123)
-    ran = [Result(each.configuration, outcome, 0.4567, 1, 1, 0.1) for each in two_batches[:3]]
+    ran = [
+        Result(prediction.configuration, outcome, 0.4567, 1, 1, 0.1)
+        for prediction in two_batches[:3]
+    ]
     text = "\n".join(result_tables(rows_of(two_batches, ran)))
     for figure in ("45.67 (", "12.345 (", "12.3 (", "99.0 ("):
         assert text.count(figure) == 3
@@ -60,13 +63,19 @@ def test_measured_figures_are_shown_with_the_predicted(two_batches: list[Predict
 
 def test_a_run_that_failed_is_no_winner(two_batches: list[Prediction]) -> None:
     """Though it was predicted to be the fastest, what was measured is."""
-    first, second = (each for each in two_batches if each.configuration.global_batch_size == 8)
-    best, other = sorted((first, second), key=lambda each: each.mfu or 0.0, reverse=True)
+    first, second = (
+        prediction for prediction in two_batches if prediction.configuration.global_batch_size == 8
+    )
+    best, second_best = sorted(
+        (first, second), key=lambda prediction: prediction.mfu or 0.0, reverse=True
+    )
     assert best.mfu is not None
-    ran = Result(other.configuration, Outcome(Status.OK, 1.0, 2.0**30), best.mfu / 2, 1.0, 1.0, 0.1)
+    ran = Result(
+        second_best.configuration, Outcome(Status.OK, 1.0, 2.0**30), best.mfu / 2, 1.0, 1.0, 0.1
+    )
     for status in (Status.OUT_OF_MEMORY, Status.FAILED):
         failed = Result(best.configuration, Outcome(status), None, 1.0, 1.0, 0.1)
-        rows = rows_of([best, other], [failed, ran])
+        rows = rows_of([best, second_best], [failed, ran])
         assert best_rows(rows) == [rows[1]]
         *_, first_line, second_line = "".join(result_tables(rows)).splitlines()
         assert f"- ({100 * best.mfu:.2f})" in first_line
@@ -78,8 +87,8 @@ def test_a_run_that_failed_is_no_winner(two_batches: list[Prediction]) -> None:
 def test_a_plan_is_made_for_each_batch(tmp_path: Path) -> None:
     grid = {**SWEEP["grid"], "schedule": ["1f1b", "adaptive"], "microbatch_size": [1]}
     sweep = {"workloads": TWO_BATCHES, "grid": grid}
-    found = survey(load_sample(tmp_path, sweep=sweep), 0.5)
-    assert {each.verdict for each in found.values()} == {Verdict.RUNS}
+    predictions = survey(load_sample(tmp_path, sweep=sweep), 0.5)
+    assert {prediction.verdict for prediction in predictions.values()} == {Verdict.RUNS}
 
 
 def test_a_plan_asked_for_by_name_is_made_however_slow(tmp_path: Path) -> None:
@@ -91,8 +100,12 @@ def test_a_plan_asked_for_by_name_is_made_however_slow(tmp_path: Path) -> None:
     }
     grid = {**SWEEP["grid"], "schedule": ["v-zb"]}
     also = [slow, {**slow, "arguments": ["--x"]}]
-    found = survey(load_sample(tmp_path, sweep={"grid": grid, "also": also}), 0.0)
-    verdicts = {it.arguments: each.verdict for it, each in found.items() if it.recompute == "full"}
+    predictions = survey(load_sample(tmp_path, sweep={"grid": grid, "also": also}), 0.0)
+    verdicts = {
+        config.arguments: prediction.verdict
+        for config, prediction in predictions.items()
+        if config.recompute == "full"
+    }
     assert verdicts == {(): Verdict.NOT_PLANNED, ("--x",): Verdict.RUNS}
-    run = prune(found.values(), Pruning(margin=0.0)).run
-    assert any(each.configuration.arguments == ("--x",) for each in run)
+    run = prune(predictions.values(), Pruning(margin=0.0)).run
+    assert any(prediction.configuration.arguments == ("--x",) for prediction in run)
