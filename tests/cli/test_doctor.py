@@ -33,9 +33,9 @@ def test_without_any_package_it_says_what_is_missing() -> None:
     run = python("-S", "-m", "megatron_vshape.cli.main", "doctor")
     assert run.returncode == 0, run.stderr
     lines = [line.split(maxsplit=1) for line in run.stdout.splitlines()]
-    told = {line[0]: line[1] for line in lines if len(line) == 2}
-    assert told["torch"] == "not installed"
-    assert told["megatron-core"].startswith("not installed: required for training; pip install ")
+    states = {line[0]: line[1] for line in lines if len(line) == 2}
+    assert states["torch"] == "not installed"
+    assert states["megatron-core"].startswith("not installed: required for training; pip install ")
     assert "not checked: megatron-core is not installed" in run.stdout
     assert run.stdout.endswith("\nready to plan and draw\n")
 
@@ -58,12 +58,12 @@ def test_where_everything_fits() -> None:
     assert f"all {hooks} hooks found in megatron-core {version} " in text
     assert all(f" {record.target}" in text for record in (*registry.HOOKS, *registry.PROBES))
     assert all(record.reason in text for record in (*registry.HOOKS, *registry.PROBES))
-    untold = By.LATE, By.RECORDING
-    refusals = [each for by in By if by not in untold for each in REFUSALS[by]]
-    refusals += [each for feature in features() for each in feature.refusals]
-    assert all(each.option in text and each.why in text for each in refusals)
-    assert all(each.becomes in text for each in TRANSLATIONS)
-    names = [name.replace("_", "-") for each in TRANSLATIONS for name in each.names]
+    unlisted = By.LATE, By.RECORDING
+    refusals = [refusal for by in By if by not in unlisted for refusal in REFUSALS[by]]
+    refusals += [refusal for feature in features() for refusal in feature.refusals]
+    assert all(refusal.option in text and refusal.why in text for refusal in refusals)
+    assert all(translation.becomes in text for translation in TRANSLATIONS)
+    names = [name.replace("_", "-") for translation in TRANSLATIONS for name in translation.names]
     assert all(f" --{name} " in text for name in names)
     judged = [word.name for topic in TOPICS for word in words(topic.names)]
     assert not {*judged} - {*text.replace(",", "").replace("*", "").split()}

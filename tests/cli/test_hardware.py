@@ -80,8 +80,10 @@ def test_a_wrong_cluster_file_is_told(tmp_path: Path, text: str, message: str) -
         of_cluster(written(tmp_path, text))
 
 
-@pytest.mark.parametrize("given", [[], ["--gpus", "8xA100", "--cluster", "any.yaml"]])
-def test_advise_needs_one_description(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("options", [[], ["--gpus", "8xA100", "--cluster", "any.yaml"]])
+def test_advise_needs_one_description(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = ["pretrain_gpt.py", "--num-layers", "4", "--pipeline-model-parallel-size", "2"]
-    assert main(["advise", *given, "--", *flags]) == 2
+    assert main(["advise", *options, "--", *flags]) == 2
     assert "needs one of --gpus" in capsys.readouterr().err

@@ -72,23 +72,23 @@ def in_shell(command, **variables):
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_closed_streams(closed):
-    done = in_shell(f"$RUN schedule v-half --devices 2 --microbatches 2 {closed}")
-    assert (done.returncode, done.stderr) == (0, "")
+    completed = in_shell(f"$RUN schedule v-half --devices 2 --microbatches 2 {closed}")
+    assert (completed.returncode, completed.stderr) == (0, "")
 
 
 def test_a_name_that_the_terminal_cannot_write(tmp_path):
     schedule = replace(make("v-half", 2, 2), name="größe")
     (tmp_path / "a.json").write_text(schedule.to_json(), encoding="utf-8")
     ascii_alone = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    done = in_shell(f"$RUN schedule {tmp_path / 'a.json'}", **ascii_alone)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "gr\\xf6\\xdfe" in done.stdout
+    completed = in_shell(f"$RUN schedule {tmp_path / 'a.json'}", **ascii_alone)
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert "gr\\xf6\\xdfe" in completed.stdout
 
 
 def test_a_directory_that_is_gone():
-    done = in_shell("cd $(mktemp -d) && rmdir $PWD && $RUN doctor")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
+    completed = in_shell("cd $(mktemp -d) && rmdir $PWD && $RUN doctor")
+    assert (completed.returncode, completed.stdout) == (2, "")
+    assert completed.stderr == (
         "megatron-vshape: the current directory has been deleted: change to another one\n"
     )
 
@@ -107,8 +107,10 @@ def test_profile_is_an_alias_for_one_release(capsys, monkeypatch):
     sizes = ["--devices", "2", "--seq-length", "64", "--tensor-parallel", "2"]
     command = ["profile", "--model", str(model), *sizes, "--output", "costs.json"]
     assert main(command) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("profile is now: megatron-vshape rehearse --measure --costs costs.json")
+    output = capsys.readouterr().out
+    assert output.startswith(
+        "profile is now: megatron-vshape rehearse --measure --costs costs.json"
+    )
     assert ran[0].measure
     words = read_command(ran[0].command)
     assert words.number("--pipeline-model-parallel-size", 0) == 2

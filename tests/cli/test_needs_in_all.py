@@ -17,7 +17,7 @@ GIB = 2**30
 def costs(devices: int = 4) -> Costs:
     """Return costs whose ends are heavy: 15 GiB of state, and a loss that works with 2 GiB."""
     stages = 2 * devices
-    made = Costs(
+    stage_costs = Costs(
         *((1000.0,) * stages,) * 3,
         50.0,
         (4.0 * GIB,) * (stages - 1) + (8.0 * GIB,),
@@ -28,7 +28,7 @@ def costs(devices: int = 4) -> Costs:
         forward_work_bytes=(0.0,) * (stages - 1) + (2.0 * GIB,),
         backward_work_bytes=(0.5 * GIB,) * stages,
     )
-    return made
+    return stage_costs
 
 
 @pytest.fixture
@@ -38,48 +38,52 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main([*arguments, "--devices", "4", "--microbatches", "8"]) == 0
     return capsys.readouterr().out
 
 
 def test_a_schedule_tells_every_device(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = told(capsys, "schedule", "v-half", "--costs", file)
+    text = output_of(capsys, "schedule", "v-half", "--costs", file)
     schedule = make("v-half", 4, 8)
     peaks = peak_held(schedule, costs())
     assert f"peak memory   {max(peaks) / GIB:g} GiB, largest rank, with model states: " in text
-    each = " ".join(f"{peak / GIB:g}" for peak in peaks)
-    assert f"per rank      {each} GiB, including model states of 31.5 18.5 18.5 18.5 GiB" in text
+    ranks_text = " ".join(f"{peak / GIB:g}" for peak in peaks)
+    assert (
+        f"per rank      {ranks_text} GiB, including model states of 31.5 18.5 18.5 18.5 GiB" in text
+    )
     assert "chunks" not in text.split("peak memory")[1]
 
 
 def test_lighter_layers_need_what_is_told_and_no_move_of_one_needs_less() -> None:
-    schedule, own = make("v-half", 4, 8), costs()
-    layers, reached = lighter_layers(schedule, own)
-    pieces = Pieces.of(own, (4,) * 8)
+    schedule, measured_costs = make("v-half", 4, 8), costs()
+    layers, peak = lighter_layers(schedule, measured_costs)
+    pieces = Pieces.of(measured_costs, (4,) * 8)
     assert sum(layers) == 32
-    assert reached == max(peak_held(schedule, pieces.costs(layers)))
-    assert reached < max(peak_held(schedule, own))
+    assert peak == max(peak_held(schedule, pieces.costs(layers)))
+    assert peak < max(peak_held(schedule, measured_costs))
     for giving in range(8):
         for taking in range(8):
             moved = list(layers)
             moved[giving] -= 1
             moved[taking] += 1
             if min(moved[1:-1]) >= 1 and min(moved) >= 0:
-                assert max(peak_held(schedule, pieces.costs(moved))) >= reached
-    assert lighter_layers(schedule, replace(own, layers=None))[1] == max(peak_held(schedule, own))
+                assert max(peak_held(schedule, pieces.costs(moved))) >= peak
+    assert lighter_layers(schedule, replace(measured_costs, layers=None))[1] == max(
+        peak_held(schedule, measured_costs)
+    )
 
 
 def test_a_limit_in_gib_is_of_all_and_one_in_chunks_of_activations(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     short = ("--costs", file, "--chunks", "2")
-    text = told(capsys, "plan", *short, "--memory-limit", "56GiB")
+    text = output_of(capsys, "plan", *short, "--memory-limit", "56GiB")
     peak = re.search(r"peak memory +([\d.]+) GiB, limit 56 GiB\n", text)
     assert peak is not None
     assert 31.5 < float(peak[1]) <= 56
     assert re.search(r"per rank +[\d. ]+ GiB, including model states of [\d. ]+ GiB", text)
-    alone = told(capsys, "plan", *short, "--memory-limit", "6")
+    alone = output_of(capsys, "plan", *short, "--memory-limit", "6")
     assert re.search(r"peak memory +[\d.]+ GiB \([\d.]+ chunks\), limit 27 GiB \(6 ch", alone)
     assert "\nper rank" not in alone
 
@@ -97,10 +101,10 @@ def test_layers_are_dealt_out_so_that_something_fits(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With as many in each, one microbatch alone needs 39.5 GiB of the largest device."""
-    own = ("plan", "--costs", file, "--chunks", "2", "--memory-limit")
-    assert main([*own, "37GiB", "--devices", "4", "--microbatches", "8"]) == 2
+    arguments = ("plan", "--costs", file, "--chunks", "2", "--memory-limit")
+    assert main([*arguments, "37GiB", "--devices", "4", "--microbatches", "8"]) == 2
     assert "no schedule fits: the limit of rank" in capsys.readouterr().err
-    text = told(capsys, *own, "37GiB", "--layer-split", "auto")
+    text = output_of(capsys, *arguments, "37GiB", "--layer-split", "auto")
     split = re.search(r"--pipeline-layer-split ([\d,]+)", text)
     assert split is not None
     layers = tuple(map(int, split[1].split(",")))

@@ -65,18 +65,18 @@ def test_slices_are_planned_and_exported(
 
 
 @pytest.mark.parametrize(
-    "more", ["", "--head 2,2,2 --vocab-parallel", "--layers 4 --layer-split auto"]
+    "options", ["", "--head 2,2,2 --vocab-parallel", "--layers 4 --layer-split auto"]
 )
 def test_the_overhead_of_a_pass_counts_in_every_plan(
-    more: str, capsys: pytest.CaptureFixture[str]
+    options: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     busy = []
     for host in ("0", "0.5"):
         sizes = ["--devices", "2", "--microbatches", "4", "--chunks", "2", "--host", host]
-        assert main(["plan", *sizes, *more.split()]) == 0
-        told = re.search(r"^busy time +([0-9.]+) ", capsys.readouterr().out, re.M)
-        assert told is not None
-        busy.append(float(told[1]))
+        assert main(["plan", *sizes, *options.split()]) == 0
+        match = re.search(r"^busy time +([0-9.]+) ", capsys.readouterr().out, re.M)
+        assert match is not None
+        busy.append(float(match[1]))
     assert busy[1] >= busy[0] + 4 * 2 * 0.5  # at least F and BW of one chunk
 
 
@@ -114,15 +114,15 @@ def test_a_stopped_search_claims_no_better_plan_than_the_bound(
     lower_bound: float, text: str
 ) -> None:
     result = plan_request(PlanRequest("auto", 2, 2, seconds=0.1))
-    made = replace(result.plan, lower_bound=result.plan.value * lower_bound)
-    assert plan._so_far(replace(result, searched=made)).endswith(text)
+    searched_plan = replace(result.plan, lower_bound=result.plan.value * lower_bound)
+    assert plan._so_far(replace(result, searched=searched_plan)).endswith(text)
 
 
 def test_a_rounding_error_is_no_idle_time() -> None:
-    made = plan_request(PlanRequest("auto", 2, 2, seconds=0.1)).plan
-    exact = replace(made, value=100.0, busy=100.0 + 1e-13)
+    searched_plan = plan_request(PlanRequest("auto", 2, 2, seconds=0.1)).plan
+    exact = replace(searched_plan, value=100.0, busy=100.0 + 1e-13)
     assert plan._without_rounding_error(exact) == 0.0
-    assert plan._without_rounding_error(replace(made, value=100.0, busy=99.0)) == 1.0
+    assert plan._without_rounding_error(replace(searched_plan, value=100.0, busy=99.0)) == 1.0
 
 
 def test_more_chunks_never_exclude_a_v(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,10 +152,10 @@ def test_devices_may_share_the_vocabulary(
     assert main([*arguments, "--export", str(path)]) == 0
     shown = capsys.readouterr().out
     assert is_shared(load_schedule(path))
-    told = re.search(r"^busy time +([0-9.]+) ", shown, re.M)
-    assert told is not None
+    match = re.search(r"^busy time +([0-9.]+) ", shown, re.M)
+    assert match is not None
     # of 16 layers every device has 4, and a fourth of the head's 4
-    assert float(told[1]) < 8 * (2 * 3 + 6)
+    assert float(match[1]) < 8 * (2 * 3 + 6)
 
 
 def test_a_costs_file_is_taken_apart_for_a_shared_vocabulary(
@@ -167,13 +167,13 @@ def test_a_costs_file_is_taken_apart_for_a_shared_vocabulary(
     path.write_text(pieces.costs((2,) * 8).to_json())
     shared.write_text(shared_pieces(pieces, 4, 20.0, 2.0**24).costs((2,) * 8).to_json())
     values = []
-    for given in ([str(path), "--vocab-parallel", "20"], [str(shared)]):
+    for options in ([str(path), "--vocab-parallel", "20"], [str(shared)]):
         limit = ["--memory-limit", "2GiB", "--chunks", "2"]
-        assert main(["plan", *SIZE, *limit, "--costs", *given]) == 0
+        assert main(["plan", *SIZE, *limit, "--costs", *options]) == 0
         shown = capsys.readouterr().out
-        told = re.search(r"^makespan +([0-9.]+) ms$", shown, re.M)
-        assert told is not None
-        values.append(float(told[1]))
+        match = re.search(r"^makespan +([0-9.]+) ms$", shown, re.M)
+        assert match is not None
+        values.append(float(match[1]))
     assert values[0] == pytest.approx(values[1], rel=0.02)  # but for what the logits hold
 
 
@@ -197,31 +197,31 @@ def test_host_memory_may_have_a_limit(tmp_path: Path, capsys: pytest.CaptureFixt
     """In chunks as it is, in GiB less what the last block of it may leave unused."""
     path = tmp_path / "costs.json"
     costs = Costs.uniform(2, 4, 1.0, 1.15, 0.85, 0.05)
-    held = {"held_after_forward_bytes": (GIB,) * 4, "held_after_backward_bytes": (GIB,) * 4}
-    path.write_text(with_copies(replace(costs, **held), 0.5).to_json())
+    memory = {"held_after_forward_bytes": (GIB,) * 4, "held_after_backward_bytes": (GIB,) * 4}
+    path.write_text(with_copies(replace(costs, **memory), 0.5).to_json())
     sizes = ["plan", "--devices", "2", "--microbatches", "8", "--chunks", "2"]
     costs_file = ["--costs", str(path)]
-    for limit, given, most in (
+    for limit, options, max_offloaded in (
         ("2", [*COST, "--offload", ".5"], 2.0),
         ("2.2GiB", costs_file, 2.0),
         ("2GiB", costs_file, 1.0),
     ):
-        asked = ["--memory-limit", "2.5", "--host-memory-limit", limit]
-        assert main([*sizes, *asked, *given]) == 0
-        found = re.search(r"; at most ([0-9.]+) (chunks|GiB)", capsys.readouterr().out)
-        assert (0.0 if found is None else float(found[1])) <= most
-        assert found is not None or most < 2
+        limits = ["--memory-limit", "2.5", "--host-memory-limit", limit]
+        assert main([*sizes, *limits, *options]) == 0
+        match = re.search(r"; at most ([0-9.]+) (chunks|GiB)", capsys.readouterr().out)
+        assert (0.0 if match is None else float(match[1])) <= max_offloaded
+        assert match is not None or max_offloaded < 2
 
 
 def test_layers_are_dealt_out_beside_copies(capsys: pytest.CaptureFixture[str]) -> None:
     split = ["--layers", "9", "--layer-split", "auto", "--head", "2", "--chunks", "2"]
     size = ["--devices", "2", "--microbatches", "4", *COST, "--memory-limit", "3"]
     assert main(["plan", *size, "--offload", "1", *split]) == 0
-    told = capsys.readouterr().out
-    assert re.search(r"^offloading +[0-9.]+ % of the activations", told, re.M)
-    found = re.search(r"^layers +--pipeline-layer-split ([0-9,]+)$", told, re.M)
-    assert found is not None
-    assert sum(map(int, found[1].split(","))) == 9
+    output = capsys.readouterr().out
+    assert re.search(r"^offloading +[0-9.]+ % of the activations", output, re.M)
+    match = re.search(r"^layers +--pipeline-layer-split ([0-9,]+)$", output, re.M)
+    assert match is not None
+    assert sum(map(int, match[1].split(","))) == 9
 
 
 def test_the_frontier_is_a_picture_and_a_table(
@@ -241,8 +241,8 @@ def test_the_frontier_is_a_picture_and_a_table(
 
 def test_a_frontier_says_its_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    held = (2.0**30,) * 4
-    costs = Costs((1e6,) * 4, (1e6,) * 4, (1e6,) * 4, 0.0, held, held)
+    memory = (2.0**30,) * 4
+    costs = Costs((1e6,) * 4, (1e6,) * 4, (1e6,) * 4, 0.0, memory, memory)
     (tmp_path / "costs.json").write_text(costs.to_json())
     size = ["--devices", "2", "--microbatches", "4", "--chunks", "2"]
     written = ["--costs", str(tmp_path / "costs.json"), "--frontier", str(tmp_path / "f.svg")]
@@ -258,33 +258,33 @@ def test_ctrl_c_ends_a_frontier_with_what_is_done(
 ) -> None:
     """The search of the second limit ends with its best plan; no further limit is searched."""
     pytest.importorskip("matplotlib")
-    begun = []
+    searched_limits = []
 
-    def interrupted(question: PlanRequest, budget: Budget | None = None) -> PlanResult:
+    def interrupted(request: PlanRequest, budget: Budget | None = None) -> PlanResult:
         if budget is None:  # a published schedule, for comparison
-            return plan_request(question)
-        begun.append(question.limit)
-        if len(begun) == 2:
+            return plan_request(request)
+        searched_limits.append(request.limit)
+        if len(searched_limits) == 2:
             os.kill(os.getpid(), signal.SIGINT)
             while not budget.interrupted:
                 time.sleep(0.01)
-        return plan_request(question, budget)
+        return plan_request(request, budget)
 
     monkeypatch.setattr("megatron_vshape.core.plan.plan_request", interrupted)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup has it ignored
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup has it ignored
     path = tmp_path / "frontier.svg"
     assert main(["plan", *SMALL, *COST, "--frontier", str(path)]) == 0
     rows = path.with_suffix(".csv").read_text().splitlines()
-    assert sum(row.startswith("plan,") for row in rows) == len(begun) == 2
-    told = capsys.readouterr().err.splitlines()
+    assert sum(row.startswith("plan,") for row in rows) == len(searched_limits) == 2
+    lines = capsys.readouterr().err.splitlines()
     # on a busy machine also how long it has been at work
-    told = [line for line in told if not line.startswith("running (")]
-    assert [line.partition(": ")[0] for line in told] == [
+    lines = [line for line in lines if not line.startswith("running (")]
+    assert [line.partition(": ")[0] for line in lines] == [
         "limit 2 of 6 chunks",
         "limit 3 of 6 chunks",
         "interrupted",
     ]
-    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+    assert signal.signal(signal.SIGINT, handler) is signal.default_int_handler
 
 
 def test_a_limit_in_gib_is_of_the_costs_bytes(
@@ -301,17 +301,17 @@ def test_a_limit_in_gib_is_of_the_costs_bytes(
 def test_the_least_limit_is_told_in_gib_and_is_enough(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = (2_345_678_901.0, *(1e9,) * 7)
-    costs = Costs((1000.0,) * 8, (1150.0,) * 8, (850.0,) * 8, 50.0, held, held)
+    memory = (2_345_678_901.0, *(1e9,) * 7)
+    costs = Costs((1000.0,) * 8, (1150.0,) * 8, (850.0,) * 8, 50.0, memory, memory)
     path = tmp_path / "costs.json"
     path.write_text(costs.to_json())
     arguments = ["plan", *SIZE, "--costs", str(path), "--memory-limit"]
     assert main([*arguments, "3GiB"]) == 2
-    told = capsys.readouterr().err
-    assert "rank 0 is 3 GiB (2.75741 chunks), and one microbatch needs 3.1" in told
-    least = re.search(r"the minimum limit for all ranks is (\S+) GiB", told)
-    assert least is not None
-    assert main([*arguments, f"{least[1]}GiB"]) == 0
+    error = capsys.readouterr().err
+    assert "rank 0 is 3 GiB (2.75741 chunks), and one microbatch needs 3.1" in error
+    min_limit = re.search(r"the minimum limit for all ranks is (\S+) GiB", error)
+    assert min_limit is not None
+    assert main([*arguments, f"{min_limit[1]}GiB"]) == 0
 
 
 REJECTIONS = {
@@ -349,10 +349,10 @@ REJECTIONS = {
 @pytest.mark.parametrize("words", REJECTIONS)
 def test_bad_input_is_one_sentence(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SIZE, *COST * ("--costs" not in words), *words.split()]) == 2
-    told = capsys.readouterr()
-    assert REJECTIONS[words] in told.err
-    assert told.err.count("\n") == 1
-    assert told.out == ""
+    output = capsys.readouterr()
+    assert REJECTIONS[words] in output.err
+    assert output.err.count("\n") == 1
+    assert output.out == ""
 
 
 def test_sizes_are_required(capsys: pytest.CaptureFixture[str]) -> None:
@@ -380,9 +380,9 @@ def test_the_last_suffix_says_the_format(tmp_path: Path, command: list[str], nam
     assert path.read_text().startswith("{") == (path.suffix == ".json")
 
 
-@pytest.mark.parametrize("given", ["1.2345678,1,0.1,1e-07", "1234567,3,2,0"])
-def test_the_recipe_has_every_digit(given: str) -> None:
-    words = ["plan", *SIZE, "--cost", given, "--head", "2,2,2", "--vocab-parallel"]
+@pytest.mark.parametrize("cost", ["1.2345678,1,0.1,1e-07", "1234567,3,2,0"])
+def test_the_recipe_has_every_digit(cost: str) -> None:
+    words = ["plan", *SIZE, "--cost", cost, "--head", "2,2,2", "--vocab-parallel"]
     outputs = ["--export", "plan.json", "--all", "--html=plan.html"]
     assert plan._command_without_outputs([*words[:3], *outputs, *words[3:]]) == shlex.join(words)
 
@@ -392,11 +392,11 @@ def test_layers_that_a_costs_file_contradicts(
 ) -> None:
     path = tmp_path / "costs.json"
     path.write_text(Pieces.estimated(1, 4).costs((2,) * 8).to_json())
-    given = ["plan", "--devices", "4", "--microbatches", "8", "--costs", str(path)]
-    assert main([*given, "--layers", "32"]) == 2
+    arguments = ["plan", "--devices", "4", "--microbatches", "8", "--costs", str(path)]
+    assert main([*arguments, "--layers", "32"]) == 2
     wrong = f"--layers 32 contradicts --costs {path}, which is for 16 layers"
     assert wrong in capsys.readouterr().err
-    assert main([*given, "--layers", "16", "--chunks", "2"]) == 0
+    assert main([*arguments, "--layers", "16", "--chunks", "2"]) == 0
 
 
 def test_the_table_has_what_helps_to_choose(capsys: pytest.CaptureFixture[str]) -> None:
@@ -409,27 +409,25 @@ def test_the_table_has_what_helps_to_choose(capsys: pytest.CaptureFixture[str]) 
         tables[every] = shown[shown.index("\nschedule ") :].strip().splitlines()
     few, many = tables[()], tables[("--all",)]
     assert len(few) < 14 < len(many)
-    flat = {" ".join(each.split()) for each in many}  # columns are as wide as their widest
-    assert all(" ".join(each.split()) in flat for each in few[:5])
-    assert re.fullmatch(
-        r"\d+ more rows with --all: .*", next(each for each in few if "--all" in each)
-    )
-    assert not any("--all" in each for each in many)
-    within = [each for each in few if each.endswith(" slower")]
+    flat = {" ".join(row.split()) for row in many}  # columns are as wide as their widest
+    assert all(" ".join(row.split()) in flat for row in few[:5])
+    assert re.fullmatch(r"\d+ more rows with --all: .*", next(row for row in few if "--all" in row))
+    assert not any("--all" in row for row in many)
+    within = [row for row in few if row.endswith(" slower")]
     assert 1 <= len(within) <= 3
-    above = [each for each in few if each.endswith(" chunks above the limit")]
-    families = [each.split()[0].partition(":")[0] for each in above]
+    above = [row for row in few if row.endswith(" chunks above the limit")]
+    families = [row.split()[0].partition(":")[0] for row in above]
     assert "1f1b" in families  # Megatron's own, whatever it takes
     assert len(families) == len(set(families))
 
 
 def test_headroom_is_a_share_however_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    told = []
+    outputs = []
     for share in ("5%", "0.05"):
         assert main(["plan", *SIZE, "--memory-limit", "8", "--headroom", share]) == 0
-        told.append(capsys.readouterr().out)
-    assert "limit 7.6 chunks" in told[0]
-    assert told[0] == told[1]
+        outputs.append(capsys.readouterr().out)
+    assert "limit 7.6 chunks" in outputs[0]
+    assert outputs[0] == outputs[1]
 
 
 REJECTED = ["--devices", "6", "--microbatches", "3", "--layers", "12"]
@@ -438,9 +436,9 @@ REJECTED = ["--devices", "6", "--microbatches", "3", "--layers", "12"]
 def test_rows_that_stock_megatron_rejects_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *REJECTED, "--all"]) == 0
     rows = capsys.readouterr().out.splitlines()
-    (row,) = [each for each in rows if each.startswith("interleaved-1f1b:2 ")]
+    (row,) = [row for row in rows if row.startswith("interleaved-1f1b:2 ")]
     assert row.endswith("; not supported by stock Megatron")
-    assert not any("not supported" in each for each in rows if each.startswith("1f1b "))
+    assert not any("not supported" in row for row in rows if row.startswith("1f1b "))
 
 
 def test_a_plan_is_no_worse_than_published_schedules_whatever_the_time(

@@ -23,11 +23,11 @@ def shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> str:
     monkeypatch.setattr(progress, "TERMINAL_S", 0.02)
     monkeypatch.setattr(progress, "FILE_S", 0.02)
     monkeypatch.setattr("sys.stderr", stream)
-    with progress.report_progress(fixed) as told:
-        told.search(12_345, 678.5, 600.0)
+    with progress.report_progress(fixed) as search_progress:
+        search_progress.search(12_345, 678.5, 600.0)
         while stream.getvalue().count("running (") < 2:
             time.sleep(0.01)
-        told.line("limit 2")
+        search_progress.line("limit 2")
     return stream.getvalue()
 
 
@@ -68,7 +68,7 @@ def test_planning_without_numba_says_so_once(
     compiling.warn_if_slow.cache_clear()
     for _ in range(2):
         plan(Costs.uniform(2, 4), 2, 2, limit=4, steps=100)
-    assert [each.message for each in caplog.records if "numba" in each.message] == [
+    assert [record.message for record in caplog.records if "numba" in record.message] == [
         "numba is not installed, so planning is about 100 times slower: "
         "pip install 'megatron-vshape[search]'"
     ]

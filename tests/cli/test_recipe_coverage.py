@@ -32,9 +32,9 @@ def test_the_ladder(script: ModuleType) -> None:
     assert counts == sorted(counts)
     assert counts[-1] == 304
     rules = {", ".join(rule.names) for rule in TRANSLATIONS}
-    assert sum(need <= rules for need in needs) == 262
+    assert sum(options <= rules for options in needs) == 262
     assert 262 in counts
-    assert sum(script.SPLIT in need for need in needs) == 18
+    assert sum(script.SPLIT in options for options in needs) == 18
 
 
 def test_recipes_whose_graphs_are_split(script: ModuleType) -> None:

@@ -83,19 +83,19 @@ def test_every_name_is_made(capsys, name):
 
 
 def test_json_export_is_the_schedule_and_reads_back(capsys, tmp_path):
-    made = printed(capsys, "v-min", *SIZE, "--export", "plan.json")
-    assert made.endswith("\nwrote plan.json\n")
-    made = made.removesuffix("wrote plan.json\n")
+    output = printed(capsys, "v-min", *SIZE, "--export", "plan.json")
+    assert output.endswith("\nwrote plan.json\n")
+    output = output.removesuffix("wrote plan.json\n")
     assert load_schedule(tmp_path / "plan.json") == make("v-min", 4, 8)
-    assert printed(capsys, "plan.json") == made
-    assert printed(capsys, "plan.json", *SIZE) == made
+    assert printed(capsys, "plan.json") == output
+    assert printed(capsys, "plan.json", *SIZE) == output
 
 
 def test_csv_export_reads_back_with_its_placement(capsys, tmp_path):
-    made = printed(capsys, "v-zb", *SIZE, "--export", "plan.csv")
+    output = printed(capsys, "v-zb", *SIZE, "--export", "plan.csv")
     assert (tmp_path / "plan.csv").read_text() == make("v-zb", 4, 8).to_csv()
-    again = printed(capsys, "plan.csv", "--export", "again.json")
-    assert again.split("\n")[1:-2] == made.split("\n")[1:-2]  # but for the names of the files
+    copy = printed(capsys, "plan.csv", "--export", "again.json")
+    assert copy.split("\n")[1:-2] == output.split("\n")[1:-2]  # but for the names of the files
     read, meant = load_schedule(tmp_path / "again.json"), make("v-zb", 4, 8)
     assert (read.placement, read.order) == (meant.placement, meant.order)
 
@@ -103,7 +103,7 @@ def test_csv_export_reads_back_with_its_placement(capsys, tmp_path):
 def test_trace_is_that_of_the_timeline(capsys, tmp_path):
     printed(capsys, "v-min", *SIZE, "--cost", "1,2,1,.1", "--trace", "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    ends = [each["ts"] + each["dur"] for each in events if each["ph"] == "X"]
+    ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
     timeline = simulate(make("v-min", 4, 8), Costs.uniform(4, 8, 1, 2, 1, 0.1))
     assert len(ends) == 3 * 8 * 8
     assert max(ends) == pytest.approx(timeline.makespan)
@@ -114,7 +114,7 @@ def test_figure_is_written(capsys, tmp_path, suffix):
     pytest.importorskip("matplotlib", reason=FIGURE_NEEDS)
     printed(capsys, "v-half", *SIZE, "--figure", f"picture{suffix}")
     assert (tmp_path / f"picture{suffix}").stat().st_size > 10_000
-    assert [each.name for each in tmp_path.iterdir()] == [f"picture{suffix}"]
+    assert [path.name for path in tmp_path.iterdir()] == [f"picture{suffix}"]
 
 
 def test_compare_prints_one_table(capsys):
@@ -131,12 +131,12 @@ def test_compare_prints_one_table(capsys):
 
 def test_a_file_says_the_sizes_of_what_it_is_compared_with(capsys):
     printed(capsys, "v-half", *SIZE, "--export", "half.json")
-    whole = printed(capsys, "v-half", *SIZE, "--compare", "1f1b")
-    assert printed(capsys, "half.json", "--compare", "1f1b") == whole
-    assert printed(capsys, "--compare", "1f1b", "half.json").splitlines()[2] in whole
+    table = printed(capsys, "v-half", *SIZE, "--compare", "1f1b")
+    assert printed(capsys, "half.json", "--compare", "1f1b") == table
+    assert printed(capsys, "--compare", "1f1b", "half.json").splitlines()[2] in table
     printed(capsys, "v-half", "--devices", "2", "--microbatches", "8", "--export", "two.json")
-    told = refused(capsys, "half.json", "--compare", "two.json")
-    assert told == "two.json is for --devices 2, not 4"
+    error = refused(capsys, "half.json", "--compare", "two.json")
+    assert error == "two.json is for --devices 2, not 4"
 
 
 def test_compare_draws_one_picture(capsys, tmp_path):
@@ -151,9 +151,9 @@ def test_measured_costs_are_shown_in_their_units(capsys, costs_file):
     out = printed(capsys, "v-half", *SIZE, "--costs", costs_file)
     assert " ms; work of the busiest rank " in out
     assert " GiB, 6 chunks of 1/8 model: " in out
-    whole = printed(capsys, "1f1b", *SIZE, "--costs", costs_file)
-    assert "per rank      8 6 4 2\n" in whole
-    assert "peak memory   8 GiB, 8 chunks of 1/8 model: 100.0 % of 1F1B" in whole
+    output = printed(capsys, "1f1b", *SIZE, "--costs", costs_file)
+    assert "per rank      8 6 4 2\n" in output
+    assert "peak memory   8 GiB, 8 chunks of 1/8 model: 100.0 % of 1F1B" in output
     table = printed(capsys, "--compare", "1f1b", "v-half", *SIZE, "--costs", costs_file)
     assert "  8 GiB  100.0 % " in table
     assert " ms " in table
@@ -183,7 +183,7 @@ def test_measured_costs_reach_figure_and_trace(capsys, tmp_path, costs_file):
     printed(capsys, "v-half", *SIZE, "--costs", costs_file, *files)
     assert "GiB; broken line: 8, peak of 1F1B" in (tmp_path / "a.svg").read_text()
     events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
-    assert any(each["ph"] == "C" and each["args"] == {"bytes": 2.0**30} for each in events)
+    assert any(event["ph"] == "C" and event["args"] == {"bytes": 2.0**30} for event in events)
 
 
 BAD = [
@@ -243,7 +243,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "text"), BAD, ids=[" ".join(each) for each, _ in BAD])
+@pytest.mark.parametrize(
+    ("arguments", "text"), BAD, ids=[" ".join(arguments) for arguments, _ in BAD]
+)
 def test_bad_input_is_one_sentence_and_no_file(capsys, tmp_path, arguments, text):
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "bad.csv").write_text("F0\n")
@@ -255,9 +257,9 @@ def test_bad_input_is_one_sentence_and_no_file(capsys, tmp_path, arguments, text
     three = (1.0,) * 3
     (tmp_path / "three.json").write_text(Costs(three, three, three, 0.0, three, three).to_json())
     (tmp_path / "folder.json").mkdir()
-    before = sorted(tmp_path.iterdir())
+    files = sorted(tmp_path.iterdir())
     assert text in refused(capsys, *arguments)
-    assert sorted(tmp_path.iterdir()) == before
+    assert sorted(tmp_path.iterdir()) == files
 
 
 def test_figure_without_matplotlib_names_the_extra(capsys, monkeypatch):
@@ -278,7 +280,7 @@ def test_failing_disk_leaves_every_file_as_it_was(capsys, monkeypatch, tmp_path)
     assert refused(capsys, "v-half", *SIZE, "--export", "a.json", "--trace", "b.json") == (
         "--trace b.json cannot be written: No space left on device"
     )
-    assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
     assert (tmp_path / "a.json").read_text() == "old"
 
 
@@ -336,10 +338,10 @@ def test_process_imports_no_heavy_package_for_text(environment):
         f"main({['schedule', 'v-min', *SIZE]!r}); "
         "print([n for n in ('torch', 'megatron', 'matplotlib') if n in sys.modules])"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
     )
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert completed.stdout.splitlines()[-1] == "[]"
 
 
 def test_process_survives_a_reader_that_leaves(environment):
@@ -359,9 +361,9 @@ def test_full_disk_in_a_process(environment):
         pytest.skip("there is no /dev/full here")
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "megatron_vshape.cli.main", "schedule", "v-min", *SIZE]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment)
-    assert done.returncode == 2
-    assert done.stderr == (
+        completed = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment)
+    assert completed.returncode == 2
+    assert completed.stderr == (
         b"megatron-vshape: the output cannot be written: [Errno 28] No space left on device\n"
     )
 
@@ -369,10 +371,10 @@ def test_full_disk_in_a_process(environment):
 def test_stages_a_device_may_stand_in_the_name(capsys):
     sizes = ["--devices", "4", "--microbatches", "8"]
     two = printed(capsys, "interleaved-1f1b", *sizes)
-    named = printed(capsys, "interleaved-1f1b:2", *sizes)
-    assert named.startswith("interleaved-1f1b:2, 4 ranks, 8 microbatches")
-    assert named.splitlines()[1:] == two.splitlines()[1:]
-    assert printed(capsys, "interleaved-1f1b", *sizes, "--chunks", "2") == named  # as in 0.2.0
+    explicit = printed(capsys, "interleaved-1f1b:2", *sizes)
+    assert explicit.startswith("interleaved-1f1b:2, 4 ranks, 8 microbatches")
+    assert explicit.splitlines()[1:] == two.splitlines()[1:]
+    assert printed(capsys, "interleaved-1f1b", *sizes, "--chunks", "2") == explicit  # as in 0.2.0
     assert "14 P2P messages" in two
     assert "22 P2P messages" in printed(capsys, "interleaved-1f1b:3", *sizes)
     compared = ["interleaved-1f1b:2", "interleaved-1f1b:4"]

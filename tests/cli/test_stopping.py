@@ -20,12 +20,12 @@ LONG += ["--memory-limit", "10"]
 
 @pytest.fixture(autouse=True)
 def _usual_interrupts() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup has it ignored
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup has it ignored
     yield
-    signal.signal(signal.SIGINT, before)
-    for each in threading.enumerate():
-        if each.name == SEARCH:
-            each.join(30)
+    signal.signal(signal.SIGINT, handler)
+    for thread in threading.enumerate():
+        if thread.name == SEARCH:
+            thread.join(30)
 
 
 def interrupt() -> None:
@@ -38,11 +38,11 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]
 
     What has not come by the end of the test does not come.
     """
-    made: list[threading.Timer] = []
+    started_timers: list[threading.Timer] = []
 
     def come(*seconds: float) -> None:
-        progress, timers = Budget.progress, [threading.Timer(each, interrupt) for each in seconds]
-        made.extend(timers)
+        progress, timers = Budget.progress, [threading.Timer(delay, interrupt) for delay in seconds]
+        started_timers.extend(timers)
 
         def and_interrupt(self: Budget, steps: int, best: float, bound: float) -> None:
             while timers:
@@ -52,8 +52,8 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]
         monkeypatch.setattr(Budget, "progress", and_interrupt)
 
     yield come
-    for each in made:
-        each.cancel()
+    for timer in started_timers:
+        timer.cancel()
 
 
 def small() -> PlanResult:
@@ -76,9 +76,9 @@ def test_an_error_of_the_work_is_raised() -> None:
 def test_work_that_does_not_end_is_left_with_the_best() -> None:
     budget, ended, plan = Budget(0.2), threading.Event(), small()
     budget.register_result(lambda: plan)
-    before = time.monotonic()
+    start = time.monotonic()
     assert budget.run(lambda: ended.wait(30), pytest.fail) is None
-    assert time.monotonic() - before < 0.2 + GRACE_S + 2
+    assert time.monotonic() - start < 0.2 + GRACE_S + 2
     assert budget.stopped()
     assert not budget.interrupted
     assert budget.best() is plan
@@ -88,20 +88,20 @@ def test_work_that_does_not_end_is_left_with_the_best() -> None:
 def test_ctrl_c_tells_the_best_at_once_and_a_second_one_ends() -> None:
     budget, ended, plan = Budget(None), threading.Event(), small()
     budget.register_result(lambda: plan)
-    told: list[Any] = []
+    best_plans: list[Any] = []
     threading.Timer(0.2, interrupt).start()
     threading.Timer(0.4, interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        budget.run(lambda: ended.wait(30), told.append)
-    assert told == [plan]
+        budget.run(lambda: ended.wait(30), best_plans.append)
+    assert best_plans == [plan]
     ended.set()
 
 
 def test_seconds_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "--devices", "2", "--microbatches", "4"])  # compiles, or finds it compiled
-    before = time.monotonic()
+    start = time.monotonic()
     assert main([*LONG, "--seconds", "2"]) == 0
-    assert time.monotonic() - before < 2 + GRACE_S + 4
+    assert time.monotonic() - start < 2 + GRACE_S + 4
     assert "peak memory     10 chunks, limit 10 chunks" in capsys.readouterr().out
 
 
