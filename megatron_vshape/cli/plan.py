@@ -74,11 +74,11 @@ from megatron_vshape.view.names import placement_text
 from megatron_vshape.view.numbers import (
     idle_lines,
     labelled,
-    offload_lines,
     overhead_lines,
     peak_lines,
     percent,
     table,
+    trade_lines,
 )
 from megatron_vshape.view.text import columns, picture, wants_colour
 
@@ -550,7 +550,7 @@ def _print(request: PlanRequest, result: PlanResult, limit: float, units: UnitFo
         ("peak memory", f"{memory(max(plan.peak))}, limit {memory(limit)}"),
         *labelled("per rank", peak_lines(plan.schedule, result.costs)),
         ("split backward", _split_text(plan.schedule)),
-        *offload_lines(timeline, result.costs, memory),
+        *trade_lines(timeline, result.costs, memory),
     ]
     if units.in_bytes:
         lines += labelled("costs", overhead_lines(result.costs))

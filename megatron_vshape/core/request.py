@@ -198,7 +198,7 @@ class PlanRequest:
     cut: StageCostFunction | None = None  # None: adjacent stages of the costs are added up
     # Memory limit for AUTO: of all devices, or of each; a name for its peak; None: that of 1F1B.
     limit: float | Sequence[float] | str | None = None
-    moved_limit: float = math.inf  # memory that AUTO may offload per device
+    moved_limit: float = math.inf  # memory that AUTO may move off a device
     objective: Objective = Objective.MAKESPAN
     placements: tuple[Placement, ...] = ()  # allowed for AUTO; (): any
     chunks: tuple[int, ...] = ()  # stages per device for AUTO; (): up to the stages of `costs`

@@ -129,8 +129,8 @@ def _gpu(
     major, minor = capability.split(".")
     wide, eight, four = (float(rate) * 1e12 for rate in tera.split("/"))
     rates = (wide, eight, four, tb * 1e12, near_gb * 1e9, far_gb * 1e9)
-    host_links = int(node), host_gb * 1e9
-    return Gpu(name, (int(major), int(minor)), memory_mib * MIB, units, *rates, *host_links)
+    host_values = int(node), host_gb * 1e9
+    return Gpu(name, (int(major), int(minor)), memory_mib * MIB, units, *rates, *host_values)
 
 
 _GRACE = frozenset({"gh200", "gb200", "gb300"})

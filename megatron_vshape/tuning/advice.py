@@ -269,11 +269,11 @@ class Advice:
         All but the first are evaluated only if they may be clearly faster than the best so far.
         """
         pieces = self.predictor.pieces(config)
-        offload_s = pieces.layer.held_after_forward_bytes / self.predictor.machine.gpu.host_rate
-        offloading = pieces.with_copies(1e6 * offload_s / pieces.layer.forward_us)
+        move_s = pieces.layer.held_after_forward_bytes / self.predictor.machine.gpu.host_rate
+        with_moves = pieces.with_copies(1e6 * move_s / pieces.layer.forward_us)
         predictions: list[Prediction] = []
         mean_busy_s = self._mean_busy_s(config)
-        for costs, least_s in ((pieces, 0.0), (offloading, mean_busy_s)):
+        for costs, least_s in ((pieces, 0.0), (with_moves, mean_busy_s)):
             if least_s <= (1 - NEAR) * min([known_s, *map(step, predictions)]):
                 prediction = self.predictor.planned_with_layers(config, costs, seconds / 2)
                 predictions += [] if prediction is None else [prediction]

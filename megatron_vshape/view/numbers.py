@@ -252,7 +252,7 @@ def held_steps(timeline: Timeline, costs: Costs, device: int) -> list[tuple[floa
     return steps
 
 
-def offload_lines(
+def trade_lines(
     timeline: Timeline, costs: Costs, format_memory: Callable[[float], str]
 ) -> Iterator[tuple[str, str]]:
     """Yield a label and a line about moved memory, if the costs have it."""

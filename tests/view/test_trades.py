@@ -10,7 +10,7 @@ from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.offloading import memory_strategies
-from megatron_vshape.view.numbers import link_share, offload_lines
+from megatron_vshape.view.numbers import link_share, trade_lines
 
 
 def test_memory_strategies_have_text() -> None:
@@ -30,7 +30,7 @@ def test_host_memory_and_link_utilization_are_reported() -> None:
     timeline = simulate(schedule, costs)
     assert peak_moved(schedule, costs) == (4.0,)
     assert link_share(timeline) == pytest.approx(4.0 / timeline.makespan)
-    lines = dict(offload_lines(timeline, costs, "{:g} chunks".format))
+    lines = dict(trade_lines(timeline, costs, "{:g} chunks".format))
     assert lines["offloading"].startswith("100.0 % of the activations (100.0 % of")
     assert "at most 4 chunks of host memory per rank" in lines["offloading"]
 
@@ -39,7 +39,7 @@ def test_offloading_is_reported_only_if_costs_include_it() -> None:
     schedule = make("v-half", 2, 4)
     costs = Costs.uniform(2, 4)
     timeline = simulate(schedule, costs)
-    assert not list(offload_lines(timeline, costs, str))
+    assert not list(trade_lines(timeline, costs, str))
     offload_costs = with_copies(costs, 1.0)
-    lines = dict(offload_lines(simulate(schedule, offload_costs), offload_costs, str))
+    lines = dict(trade_lines(simulate(schedule, offload_costs), offload_costs, str))
     assert lines == {"offloading": "none (no gain)"}

@@ -69,7 +69,7 @@ class Problem:
     types: PassTypes  # arrays
     weight_of: np.ndarray  # [type] of a B or W: the type of its W; else NONE
     memory_limits: np.ndarray  # [queue] memory limit, in units
-    moved_limit: float  # of offloaded memory per device, in the costs' unit
+    moved_limit: float  # of moved memory per device, in the costs' unit
 
     def turned(self, numbers: np.ndarray) -> np.ndarray:
         """Return the numbers of these passes in kinds that run them in the opposite order."""
@@ -82,8 +82,8 @@ class Problem:
         return self.num_devices + self.costs.slices - 1
 
     @property
-    def offload_limit(self) -> float:
-        """Limit of the offloaded memory per device, in units of memory."""
+    def max_moved(self) -> float:
+        """Limit of the moved memory per device, in units of memory."""
         return self.moved_limit * self.units_per_byte * (1 + 1e-9)
 
 
@@ -103,7 +103,7 @@ def make_problem(
         costs: costs of a microbatch or of a slice.
         num_microbatches: microbatches per step, times the slices of each.
         kinds: kinds of passes that a stage and microbatch may have, in the table's order.
-        moved_limit: limit of offloaded memory per device, in the costs' unit.
+        moved_limit: limit of moved memory per device, in the costs' unit.
 
     Raises:
         LimitError: one microbatch alone does not fit the limits.
@@ -278,12 +278,12 @@ def make_shop(problem: Problem, num_microbatches: int) -> improve.JobShop:
         length=np.diff(np.asarray(types.types_of_queue.begin)) * m,
         limit=problem.memory_limits,
         due=_due_ticks(problem),
-        **_offload_fields(problem, m),
+        **_moved_fields(problem, m),
     )
 
 
-def _offload_fields(problem: Problem, num_microbatches: int) -> dict[str, Any]:
-    """Return the fields of a shop for offloaded memory; inactive without a limit of it."""
+def _moved_fields(problem: Problem, num_microbatches: int) -> dict[str, Any]:
+    """Return the fields of a shop for moved memory; inactive without a limit of it."""
     kinds, types = problem.kinds, problem.types
     count = len(types.queue)
     link, moved = np.full(len(problem.memory_limits), NONE), np.zeros(count, np.int64)
@@ -294,7 +294,7 @@ def _offload_fields(problem: Problem, num_microbatches: int) -> dict[str, Any]:
             np.arange(kinds.index(kind), count, len(kinds)) for kind in (mover, Kind.F, Kind.B)
         )
         queue, amounts = np.asarray(types.queue), problem.costs.amounts(mover.moves) or ()
-        # Both queues have the link, because a move in either can change the offloaded memory.
+        # Both queues have the link, because a move in either can change the moved memory.
         link[queue[out]] = link[queue[ends[0]]] = queue[out]
         moved[out] = [round(amount * problem.units_per_byte) for amount in amounts]
         passes = np.arange(count * num_microbatches).reshape(count, num_microbatches)
@@ -302,8 +302,8 @@ def _offload_fields(problem: Problem, num_microbatches: int) -> dict[str, Any]:
         reversed_numbers = problem.turned(np.arange(num_microbatches))
         # Copies out are numbered as F, and B in the opposite order.
         stay[out] = np.stack([forward, backward[:, reversed_numbers]], axis=2)
-    offload_limit = int(min(problem.offload_limit, num_microbatches * float(moved.sum())))
-    return {"link": link, "stay": stay.reshape(-1, 2), "moved": moved, "room": offload_limit}
+    max_moved = int(min(problem.max_moved, num_microbatches * float(moved.sum())))
+    return {"link": link, "stay": stay.reshape(-1, 2), "moved": moved, "room": max_moved}
 
 
 class PassSubset(NamedTuple):

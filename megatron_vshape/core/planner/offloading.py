@@ -641,7 +641,7 @@ class OffloadSearch(PlacementSearch):
         slacks: Sequence[float] = _SLACKS[:1] if self.strategy.throughout else _SLACKS
         throughout, in_host, shop = (
             self.strategy.throughout,
-            problem.offload_limit,
+            problem.max_moved,
             self._parts_shop(),
         )
         for rows in _insert_copies(problem, shop, base.row, slacks, throughout, in_host):

@@ -25,6 +25,7 @@ from megatron_vshape.mcore.hooks.optimizer_state import UNKNOWN_LAYERS, layers_o
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.setup.rank_layers import (
+    LAYER_OPTIONS,
     RECORD,
     Layers,
     difference,
@@ -52,8 +53,8 @@ def check_layers(saved: Layers | None, current: Layers | None, folder: str) -> N
         return
     raise UnsupportedError(
         f"--load {folder} does not work with this schedule: the checkpoint was saved with "
-        f"--ckpt-format torch, which keeps layers by rank, and {differs}. Use the schedule, the "
-        "--pipeline-layer-split and the --pipeline-vocab-parallel of the run that saved it. Or let "
+        f"--ckpt-format torch, which keeps layers by rank, and {differs}. Use {LAYER_OPTIONS} "
+        "of the run that saved it. Or let "
         "that run convert it: with its flags, --ckpt-convert-format torch_dist and "
         "--ckpt-convert-save DIR; any schedule loads the result"
     )

@@ -25,6 +25,7 @@ from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.setup.configure import Pipeline
 from megatron_vshape.mcore.setup.rank_layers import (
+    LAYER_OPTIONS,
     RECORD,
     Layers,
     difference,
@@ -132,8 +133,8 @@ def check_optimizer_state(saved: Layers | None, current: Layers, folder: str) ->
         differs = first_difference
     raise UnsupportedError(
         f"the optimizer state in {folder} does not work with this schedule: the distributed "
-        f"optimizer saved it by rank, in Megatron's default form, and {differs}. Resume with the "
-        "schedule, --pipeline-layer-split and --pipeline-vocab-parallel of the run that saved it "
+        f"optimizer saved it by rank, in Megatron's default form, and {differs}. Resume with "
+        f"{LAYER_OPTIONS} of the run that saved it "
         "(none of them for stock Megatron); with --dist-ckpt-optim-fully-reshardable, any schedule "
         "loads the checkpoints that it saves. Or add --no-load-optim to load the weights alone"
     )

@@ -42,7 +42,7 @@ _PlanOf = Callable[[int], PlannedStep]
 """Returns the plan for a number of microbatches."""
 
 
-class _OffloadMemory(Protocol):
+class _PendingFrees(Protocol):
     """Other memory than the device's, in which activations wait."""
 
     name: str
@@ -63,7 +63,7 @@ class Memory(NamedTuple):
     held: dict[int, tuple[float, float]]  # per stage and microbatch: bytes after F, after B
     within_passes: int  # peak bytes that passes allocate and free; 0 without a GPU
     moved: Mapping[int, int] = {}  # per stage: bytes of a microbatch that can wait elsewhere
-    offload_memory: Mapping[str, int] = {}  # bytes in which they wait, by the name of the memory
+    pending_frees: Mapping[str, int] = {}  # bytes in which they wait, by the name of the memory
     # Bytes of a microbatch that passes of features allocate, by the name of the amount in costs.
     allocated: Mapping[str, float] = {}
     # Per stage: bytes that the passes of a microbatch share, and bytes of their gradients.
@@ -108,7 +108,7 @@ class RunReport:
     name: str
     stages: Sequence[int]  # stages of this rank
     plan_of: _PlanOf | None  # predicts the memory for a number of microbatches
-    offload_memory: _OffloadMemory | None = None  # set once activations may wait in other memory
+    pending_frees: _PendingFrees | None = None  # set once activations may wait in other memory
     _plan: PlannedStep | None = None  # plan of the step in which memory was measured
     _memory: Memory | None = None
     _started_s: float | None = None
@@ -191,8 +191,8 @@ class RunReport:
         # Before the first step the optimizer has no state. If the peak during model construction
         # was higher, this is an overestimate, which is safe.
         within = max(torch.cuda.max_memory_allocated() - initial_bytes - tracker.peak_bytes, 0)
-        offloadable = {} if self.offload_memory is None else self.offload_memory.bytes_by_stage
-        moved = {stage: passes * size for stage, size in offloadable.items()}
+        movable = {} if self.pending_frees is None else self.pending_frees.bytes_by_stage
+        moved = {stage: passes * size for stage, size in movable.items()}
         kinds = [kind for feature in features() for kind in feature.measured_kinds]
         allocated = {
             kind.takes: max(
@@ -214,11 +214,11 @@ class RunReport:
         """
         if self._memory is None:
             return None
-        offload_memory = self.offload_memory
+        pending_frees = self.pending_frees
         local_memory = self._memory._replace(
-            offload_memory={}
-            if offload_memory is None or not offload_memory.nbytes
-            else {offload_memory.name: offload_memory.nbytes},
+            pending_frees={}
+            if pending_frees is None or not pending_frees.nbytes
+            else {pending_frees.name: pending_frees.nbytes},
             allocated_bytes=torch.cuda.max_memory_allocated(),
         )
         memories: list[Memory] = [local_memory] * pipeline_group.size()
@@ -234,10 +234,10 @@ class RunReport:
             plan = self._plan
             shared = {stage: sizes for memory in memories for stage, sizes in memory.shared.items()}
             line += f", predicted {_format_mib(plan.peak_bytes(byte_costs(memories), shared))}"
-        for name in dict.fromkeys(name for memory in memories for name in memory.offload_memory):
+        for name in dict.fromkeys(name for memory in memories for name in memory.pending_frees):
             line += (
                 f", {name} "
-                f"{_format_mib([memory.offload_memory.get(name, 0) for memory in memories])}"
+                f"{_format_mib([memory.pending_frees.get(name, 0) for memory in memories])}"
             )
         allocated = [memory.allocated_bytes for memory in memories]
         if any(allocated):
@@ -386,9 +386,9 @@ def byte_costs(memories: Sequence[Memory]) -> Costs:
     )
     moved = {stage: size for memory in memories for stage, size in memory.moved.items()}
     costs = Costs(ones, ones, ones, 0.0, after_forward, after_backward)
-    offloadable = tuple(float(moved.get(stage, 0)) for stage in sorted(activation_bytes))
+    movable = tuple(float(moved.get(stage, 0)) for stage in sorted(activation_bytes))
     if moved:
-        costs = costs.having(**{RELEASE.frees: offloadable})
+        costs = costs.having(**{RELEASE.frees: movable})
     return with_allocated(costs, [memory.allocated for memory in memories])
 
 

@@ -36,6 +36,9 @@ _EMBEDDING, _OUTPUT, _VOCABULARY_ROWS = 0, -1, -2
 WORDS = {_EMBEDDING: "embedding", _OUTPUT: "output", _VOCABULARY_ROWS: "vocabulary rows"}
 """Names of the entries that are no layers."""
 
+LAYER_OPTIONS = "schedule, --pipeline-layer-split and --pipeline-vocab-parallel"
+"""Options that determine the layers of the ranks."""
+
 
 def layers_of_stages(stage_map: StageMap, has_vocabulary_rows: bool = False) -> Layers:
     """Return the layers of the ranks; with vocabulary rows, all ranks have parts of both ends."""
