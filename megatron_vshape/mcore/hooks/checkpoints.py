@@ -53,9 +53,9 @@ def check_layers(saved: Layers | None, current: Layers | None, folder: str) -> N
         return
     raise UnsupportedError(
         f"--load {folder} does not work with this schedule: the checkpoint was saved with "
-        f"--ckpt-format torch, which keeps layers by rank, and {differs}. Use {LAYER_OPTIONS} "
-        "of the run that saved it. Or let "
-        "that run convert it: with its flags, --ckpt-convert-format torch_dist and "
+        f"--ckpt-format torch, which keeps layers by rank, and {differs}. Use "
+        f"{LAYER_OPTIONS} of the run that saved it. Or let that run convert it: with its flags, "
+        "--ckpt-convert-format torch_dist and "
         "--ckpt-convert-save DIR; any schedule loads the result"
     )
 

@@ -36,7 +36,7 @@ _EMBEDDING, _OUTPUT, _VOCABULARY_ROWS = 0, -1, -2
 WORDS = {_EMBEDDING: "embedding", _OUTPUT: "output", _VOCABULARY_ROWS: "vocabulary rows"}
 """Names of the entries that are no layers."""
 
-LAYER_OPTIONS = "schedule, --pipeline-layer-split and --pipeline-vocab-parallel"
+LAYER_OPTIONS = "the schedule, --pipeline-layer-split and --pipeline-vocab-parallel"
 """Options that determine the layers of the ranks."""
 
 
