@@ -253,7 +253,7 @@ class Capture:
                 _address(e) for e in tree_leaves((args, options)) if isinstance(e, Tensor)
             }
             note_backward = partial(
-                self._note_backward, (layer, self._forwards[layer]), input_addresses
+                self._begin_backward, (layer, self._forwards[layer]), input_addresses
             )
             self._forwards[layer] += 1
             # The first gradient that reaches an output marks the start of this B.
@@ -262,7 +262,7 @@ class Capture:
                     output.register_hook(note_backward)
         return outputs
 
-    def _note_backward(
+    def _begin_backward(
         self, running: tuple[nn.Module, int], input_addresses: set[int], gradient: Tensor
     ) -> None:
         if running != self._running:
@@ -277,7 +277,7 @@ class Capture:
             key = self._running
             # W is replayed after other B's have run, so the job must not read buffers that TE
             # reuses.
-            job.tensors = [self._copy_static(tensor) for tensor in job.tensors]
+            job.tensors = [self._own(tensor) for tensor in job.tensors]
             tensors = plain_tensors(job.tensors)
             self._retained[key] |= {_address(e): e.untyped_storage().nbytes() for e in tensors}
             self._read.update(self._retained[key])
@@ -285,10 +285,10 @@ class Capture:
             self.peak_retained_bytes = max(self.peak_retained_bytes, total)
         self._jobs[key].append((job, parameters))
 
-    def _copy_static(self, value: Any) -> Any:
+    def _own(self, value: Any) -> Any:
         """Copy a static tensor; TE reuses its memory for other microbatches after B."""
         if isinstance(value, list | tuple):
-            return [self._copy_static(part) for part in value]
+            return [self._own(part) for part in value]
         if not isinstance(value, Tensor) or hasattr(value, "get_data_tensors"):
             return value  # B allocates quantized tensors itself
         if _address(value) not in self._static:
