@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_vshape.rehearsal.fitted import LEFT_OUT, PAIRS, Errors
+from megatron_vshape.rehearsal.fitted import LEFT_OUT, PAIRS
 from megatron_vshape.rehearsal.gpus import Gpu
 from megatron_vshape.rehearsal.step_time import ranks_per_node
 
@@ -42,7 +42,12 @@ def threshold(case: str) -> float:
 
 def sentences(case: str, gpu: Gpu) -> list[str]:
     """Format the errors of the case for the header of an estimate."""
-    texts = [f"Error of the step time, {case}: {_format_errors(LEFT_OUT[case])}."]
+    errors = LEFT_OUT[case]
+    texts = [
+        f"Error of the step time, {case}: median {errors.median_percent:g}%, 90% of {errors.runs} "
+        f"published runs within {errors.ninth_percent:g}% (their model on their system left out "
+        "of the fit)."
+    ]
     if not _is_measured(gpu):
         texts.append(
             f"The rates of {gpu.name.upper()} are a guess from its data sheet: no published run on "
@@ -54,10 +59,3 @@ def sentences(case: str, gpu: Gpu) -> list[str]:
         f"below {100 * threshold(case):.1f}% are not significant. Releases differ by up to 10%."
     )
     return texts
-
-
-def _format_errors(errors: Errors) -> str:
-    return (
-        f"median {errors.median_percent:g}%, 90% of {errors.runs} published runs within "
-        f"{errors.ninth_percent:g}% (their model on their system left out of the fit)"
-    )

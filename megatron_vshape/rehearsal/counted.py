@@ -57,7 +57,9 @@ def counted_costs(
     Raises:
         ScheduleError: A stage lacks a pass.
     """
-    stages = [_rank_and_chunk(stage, devices) for stage in range(2 * devices)]
+    # (rank, chunk) of each stage in the V placement.
+    stages = [(stage, 0) for stage in range(devices)]
+    stages += [(stage, 1) for stage in reversed(range(devices))]
     reports = _reports_of_all_ranks(ranks, devices)
     passes = {
         kind: [_pass_report(reports[rank], kind, chunk, gpu, rates) for rank, chunk in stages]
@@ -89,7 +91,12 @@ def counted_costs(
         none = (0.0,) * len(stage_reports)
         messages = {Kind.F: received, Kind.W: none}.get(kind, received[::-1])
         allocated = activation_bytes if kind is Kind.F else none
-        amounts[kind.works] = tuple(map(_workspace_bytes, stage_reports, messages, allocated))
+        amounts[kind.works] = tuple(
+            max(0.0, float(report.meanwhile_bytes) + message_bytes - allocated_bytes)
+            for report, message_bytes, allocated_bytes in zip(
+                stage_reports, messages, allocated, strict=True
+            )
+        )
     costs = Costs(
         **amounts,
         send_us=send_us(float(first.message_bytes), gpu, gpu_distance, rates),
@@ -157,15 +164,12 @@ def pass_times(
 def _times_by_name(passes: Mapping[Kind, Sequence[PassReport]]) -> dict[str, Any]:
     amounts: dict[str, Any] = {}
     for kind, reports in passes.items():
-        amounts[kind.time] = tuple(_compute_us(report) for report in reports)
+        amounts[kind.time] = tuple(
+            max(1.0, 1e6 * (report.seconds - report.waited_seconds)) for report in reports
+        )
         if kind.exchange and any(report.waited_seconds for report in reports):
             amounts[kind.exchange] = tuple(1e6 * report.waited_seconds for report in reports)
     return amounts
-
-
-def _rank_and_chunk(stage: int, devices: int) -> tuple[int, int]:
-    """Return the rank and the chunk of a stage in the V placement."""
-    return (stage, 0) if stage < devices else (2 * devices - 1 - stage, 1)
 
 
 def _reports_of_all_ranks(reports: Sequence[RankReport], devices: int) -> list[RankReport]:
@@ -227,10 +231,6 @@ def _hidden_s(parts: Mapping[str, float], work: Work) -> float:
     return min(exchanges * (1 - 1 / max(1, gathers)), parts["products"])
 
 
-def _compute_us(report: PassReport) -> float:
-    return max(1.0, 1e6 * (report.seconds - report.waited_seconds))
-
-
 def _bytes_after_forward(forward: PassReport, backward: PassReport, received: float) -> float:
     """Return the bytes of a stage after F.
 
@@ -245,11 +245,6 @@ def _bytes_after_forward(forward: PassReport, backward: PassReport, received: fl
         min(float(forward.adds_bytes), received - float(backward.adds_bytes)), received
     )
     return activation_bytes + float(forward.static_bytes or 0)  # of CUDA graphs, until the backward
-
-
-def _workspace_bytes(report: PassReport, received: float, allocated_bytes: float) -> float:
-    """Return the temporary bytes of a pass beyond `allocated_bytes`, those at its start."""
-    return max(0.0, float(report.meanwhile_bytes) + received - allocated_bytes)
 
 
 def _state_bytes(rank: RankReport, chunk: int) -> float:

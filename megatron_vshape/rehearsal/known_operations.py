@@ -267,14 +267,10 @@ def _vector_width(size: int, strides: Sequence[int]) -> int:
 
 def _block_shape(width: int, height: int, threads: int) -> tuple[int, int]:
     """Return a block's threads in both dimensions."""
-    x, y = (threads if size >= threads else _power_of_two(size) for size in (width, height))
+    # The largest power of two that is not above the size.
+    x, y = (min(threads, 1 << max(0, size.bit_length() - 1)) for size in (width, height))
     block_y = min(y, threads // min(x, _WARP))
     return min(x, threads // block_y), block_y
-
-
-def _power_of_two(number: int) -> int:
-    """Return the largest power of two not above the number; 1 for zero."""
-    return 1 << max(0, number.bit_length() - 1)
 
 
 def _ceil_div(number: int, size: int) -> int:

@@ -326,7 +326,8 @@ class Ledger(TorchDispatchMode):
             (
                 tensor_type
                 for tensor_type in types
-                if tensor_type not in _FAKE and _is_quantized(tensor_type)
+                if tensor_type not in _FAKE
+                and tensor_type.__module__.startswith("transformer_engine")
             ),
             None,
         )
@@ -465,10 +466,6 @@ class _OnDevice(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, *exception: object) -> None:
         self._ledger._device = self._before
-
-
-def _is_quantized(kind: type) -> bool:
-    return kind.__module__.startswith("transformer_engine")
 
 
 def rounded(size: int) -> int:

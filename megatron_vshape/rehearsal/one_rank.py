@@ -171,10 +171,7 @@ class _Run:
         self.passes = _Passes(ledger, self._before_forward)
         self.repeated_work = Work()
         self.notices: list[str] = []  # log lines about translated or ignored options
-        ledger.seconds = self._seconds
-
-    def _seconds(self, work: Work) -> float:
-        return self.estimated_times(work)["step_s"]
+        ledger.seconds = lambda work: self.estimated_times(work)["step_s"]
 
     def estimated_times(self, work: Work) -> dict[str, float]:
         """Return the estimated seconds of a part of the step, by category."""
@@ -335,6 +332,8 @@ class _Run:
 
     def report(self, seconds: float) -> RankReport:
         """Compute the result; `seconds` is the duration of the dry run."""
+        from megatron.core.package_info import __version__
+
         ledger, args = self.ledger, self.args
         ranks = args.pipeline_model_parallel_size
         many = self.job.batch_microbatches or self.many
@@ -346,7 +345,7 @@ class _Run:
         work = ledger.work.plus(self.repeated_work, self.few - self.traced)
         work = work.repeating(keys, last, self.few)
         at_peak = ledger.held_at(ledger.peak_at)
-        parameters = [_parameters(chunk) for chunk in self.chunks]
+        parameters = [sum(weight.numel() for weight in chunk.parameters()) for chunk in self.chunks]
         graphs = None if self.pool is None else self.pool.peaks()
         replayed = self._replayed()
         peak = max(ledger.peak, replayed.allocated)
@@ -379,7 +378,7 @@ class _Run:
             curve=_over_time(ledger.records, ledger.curve[:_CURVE_POINTS]),
             kinds=self._by_kind(ran, keys),
             held_between_passes_bytes=_peak_between_passes(ledger.passes),
-            megatron=_megatron_version(),
+            megatron=str(__version__),
             transformer_engine=getattr(sys.modules.get("transformer_engine"), "__version__", ""),
             work=work,
             seconds=seconds,
@@ -442,10 +441,6 @@ class _Run:
         return reports
 
 
-def _parameters(chunk: Any) -> int:
-    return sum(parameter.numel() for parameter in chunk.parameters())
-
-
 def _layers(chunk: Any) -> int:
     """Return the number of layers of a chunk without multi-token prediction."""
     names = (name for name, _ in chunk.named_modules())
@@ -478,12 +473,6 @@ def _message_bytes(args: Any) -> int:
     # With sequence parallelism each tensor-parallel rank sends its shard, otherwise all of it.
     tokens = args.seq_length * args.micro_batch_size // (shards * args.context_parallel_size)
     return int(tokens * args.hidden_size * args.params_dtype.itemsize)
-
-
-def _megatron_version() -> str:
-    from megatron.core.package_info import __version__
-
-    return str(__version__)
 
 
 def _peak_between_passes(passes: list[PassRecord]) -> int:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_vshape.core.check.simulate import peak_held
-from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import even_layers
 from megatron_vshape.core.model.pieces import Pieces
@@ -150,17 +149,12 @@ def _of_schedule(
     if can_share:
         shared = shared_pieces(pieces, ranks, pieces.send_us, estimate_logits_bytes(pieces, ranks))
         layers = _layers(shared, num_layers, schedule)
-        yield _vocabulary_remedy(flags, schedule, shared.costs(layers), layers)
+        costs = shared.costs(layers)
+        peaks = peak_held(with_vocabulary_passes(schedule, costs), costs)
+        yield Remedy(flags | {"pipeline_vocab_parallel": True} | _split_flags(layers), tuple(peaks))
     elif ranks <= _MAX_RANKS:
         layers, _ = lighter_layers(make(name, ranks, 2 * ranks), costs, pieces.shares)
         yield Remedy(flags | _split_flags(layers), tuple(peak_held(schedule, pieces.costs(layers))))
-
-
-def _vocabulary_remedy(
-    flags: dict[str, Any], schedule: Schedule, costs: Costs, layers: Sequence[int]
-) -> Remedy:
-    flags = flags | {"pipeline_vocab_parallel": True} | _split_flags(layers)
-    return Remedy(flags, tuple(peak_held(with_vocabulary_passes(schedule, costs), costs)))
 
 
 def _layers(pieces: Pieces, num_layers: int, schedule: Schedule) -> tuple[int, ...]:
@@ -187,8 +181,7 @@ def useful_remedies(
     lower = [remedy for remedy in candidates if remedy.most_bytes <= (1 - _MIN_SAVED) * peak_bytes]
     if peak_bytes > limit_bytes:
         return sorted(lower, key=lambda remedy: (max(0.0, remedy.most_bytes - limit_bytes),))
-    return sorted(lower, key=lambda remedy: (_schedule_index(remedy), remedy.most_bytes))
-
-
-def _schedule_index(remedy: Remedy) -> int:
-    return NAMES.index(remedy.flags["pipeline_schedule"])
+    return sorted(
+        lower,
+        key=lambda remedy: (NAMES.index(remedy.flags["pipeline_schedule"]), remedy.most_bytes),
+    )

@@ -112,7 +112,8 @@ def step_time(work: Work, gpu: Gpu, scale: Scale, rates: Rates | None = None) ->
     }
     parts["exchanges"] = _exposed_collectives_s(work, gpu, achieved, scale, sum(parts.values()))
     on_gpu = sum(parts.values())
-    host = 0.0 if scale.graphs else work.kernels * _launch_us(gpu, achieved) * 1e-6
+    launch_us = achieved.launch_on_grace_us if gpu.on_grace else achieved.launch_us
+    host = 0.0 if scale.graphs else work.kernels * launch_us * 1e-6
     parts["host"] = (on_gpu**_SHARPNESS + host**_SHARPNESS) ** (1 / _SHARPNESS) - on_gpu
     # Per microbatch.
     per_microbatch = {name: seconds / scale.traced for name, seconds in parts.items()}
@@ -210,10 +211,6 @@ def _rate_of_format(name: str, gpu: Gpu, rates: Rates) -> tuple[float, float, fl
     return 2.0, gpu.bf16_flops, rates.wide
 
 
-def _launch_us(gpu: Gpu, rates: Rates) -> float:
-    return rates.launch_on_grace_us if gpu.on_grace else rates.launch_us
-
-
 def _exposed_collectives_s(
     work: Work, gpu: Gpu, rates: Rates, scale: Scale, computes: float
 ) -> float:
@@ -237,7 +234,8 @@ def _exposed_collectives_s(
         elif "EXPERT" in key[1]:
             experts += seconds
         else:
-            within += seconds * _exposed_share(key[1], rates)
+            exposed = rates.context_exposed if "CONTEXT" in key[1] else rates.shards_exposed
+            within += seconds * exposed
     if scale.experts_hidden:
         experts = max(rates.experts_left * experts, experts - computes)
     return within + experts + exposed_s(replicas, computes, rates)
@@ -256,10 +254,6 @@ def _collective_s(key: ExchangeKey, traffic: Sequence[float], gpu: Gpu, rates: R
     # Both kinds of links transfer at the same time.
     seconds = max(linked.near / gpu.near_rate / near, linked.far / gpu.far_rate / rates.network)
     return seconds + number * rates.exchange_us * 1e-6
-
-
-def _exposed_share(group: str, rates: Rates) -> float:
-    return rates.context_exposed if "CONTEXT" in group else rates.shards_exposed
 
 
 class LinkBytes(NamedTuple):

@@ -57,18 +57,29 @@ def functions() -> dict[str, Callable[..., Any]]:
         "multi_tensor_unscale_l2norm": _l2norm,
         "fused_rope_forward": lambda x, *_: torch.empty(x.shape, dtype=x.dtype),
         "fused_rope_backward": lambda x, *_: torch.empty(x.shape, dtype=x.dtype),
-        "fused_topk_with_score_function_fwd": _topk,
-        "fused_score_for_moe_aux_loss_fwd": _scores,
-        "fused_moe_aux_loss_fwd": _aux_loss,
+        "fused_topk_with_score_function_fwd": lambda logits, *_: (
+            _like(logits),
+            _like(logits, dtype=torch.bool),
+            _like(logits, dtype=torch.float32),
+        ),
+        "fused_score_for_moe_aux_loss_fwd": lambda logits, *_, **__: (
+            _like(logits, dtype=torch.float32),
+            _like(logits, dtype=torch.bool),
+            _like(logits, dtype=torch.float32),
+        ),
+        "fused_moe_aux_loss_fwd": lambda probs, *_, **__: (
+            torch.empty((), dtype=probs.dtype, device="cuda"),
+            _empty(1),
+        ),
         "fused_moe_aux_loss_bwd": _aux_loss_bwd,
         # TE's mask has one bit per value.
         "dropout_fwd": lambda x, p, *_: (_like(x), torch.empty(x.numel() // 8, dtype=torch.uint8)),
         "dropout_bwd": lambda dy, *_: _like(dy),
-        "thd_read_half_tensor": _half,
+        "thd_read_half_tensor": lambda x, *_: _like(x, x.shape[0] // 2, *x.shape[1:]),
         "thd_read_second_half_lse": lambda lse, *_: torch.empty(
             (*lse.shape[:-1], lse.shape[-1] // 2), dtype=lse.dtype
         ),
-        "splits_to_offsets": _offsets,
+        "splits_to_offsets": lambda splits, *_: _empty(splits.shape[0] + 1, dtype=torch.int64),
         "swap_first_dims": lambda x, out=None: _like(x) if out is None else out,
     }
     replacements |= {name: _activation(gated=True) for name in _GATED}
@@ -399,24 +410,7 @@ def _count_attention(operand: Any, flops: float) -> None:
         Current.ledger.count_attention(flops, _format_of(operand))
 
 
-def _half(x: Tensor, *unused: Any) -> Tensor:
-    return _like(x, x.shape[0] // 2, *x.shape[1:])
-
-
 # ---- experts ----
-
-
-def _topk(logits: Tensor, topk: int, *unused: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(logits), _like(logits, dtype=torch.bool), _like(logits, dtype=torch.float32)
-
-
-def _scores(logits: Tensor, topk: int, *unused: Any, **options: Any) -> tuple[Tensor, ...]:
-    scores = _like(logits, dtype=torch.float32)
-    return scores, _like(logits, dtype=torch.bool), _like(logits, dtype=torch.float32)
-
-
-def _aux_loss(probs: Tensor, *unused: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty((), dtype=probs.dtype, device="cuda"), _empty(1)
 
 
 def _aux_loss_bwd(
@@ -428,10 +422,6 @@ def _aux_loss_bwd(
     **unused: Any,
 ) -> Tensor:
     return _empty(num_rows, num_cols, dtype=grad_aux_loss.dtype)
-
-
-def _offsets(splits: Tensor, *unused: Any) -> Tensor:
-    return _empty(splits.shape[0] + 1, dtype=torch.int64)
 
 
 # ---- quantized tensors ----
