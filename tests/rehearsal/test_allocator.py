@@ -50,7 +50,7 @@ def test_the_block_that_expands_least_is_the_best_fit() -> None:
     assert allocator.allocate(15 * MIB).address == wall.address - 30 * MIB
 
 
-def test_freed_neighbors_merge_and_small_rests_are_not_split() -> None:
+def test_freed_neighbors_merge_and_small_remainders_are_not_split() -> None:
     allocator = Allocator(FIXED)
     first, second = allocator.allocate(5 * MIB), allocator.allocate(5 * MIB)
     allocator.free(first)
@@ -126,7 +126,7 @@ def test_the_last_step_is_repeated_and_fragments_memory() -> None:
     assert replay(lives, [], 5, EXPANDABLE).reserved == 140 * MIB
 
 
-def test_a_rest_of_a_block_that_is_not_split_counts_as_allocated() -> None:
+def test_the_unsplit_remainder_of_a_block_counts_as_allocated() -> None:
     lives = [Lifetime(11 * MIB + MIB // 2, 1, None), Lifetime(2 * MIB, 2, 3)]
     assert replay(lives, [], 1, FIXED)[1:] == (14 * MIB, MIB // 2)  # torch reserves even MiB
     assert replay(lives, [], 1, EXPANDABLE)[1:] == (13 * MIB + MIB // 2, 0)

@@ -33,7 +33,7 @@ EXPERTS = read_command(
 )
 
 
-def test_a_shape_is_counted_in_the_same_world_whatever_its_pipeline_and_replicas() -> None:
+def test_pipeline_size_and_replicas_do_not_change_the_counted_world() -> None:
     few, sizes = smallest_command(EXPERTS)
     assert few.number("--num-layers", 0) == 8
     assert (sizes.pipeline, sizes.world, sizes.replicas) == (4, 32, 2)
@@ -163,7 +163,7 @@ def test_messages_between_neighboring_ranks_of_a_node_use_its_fast_links(
     assert send_us(size, gpu, 8) > 4 * send_us(size, gpu, 2)
 
 
-def test_what_a_step_has_once_is_spread_over_replicas() -> None:
+def test_work_once_per_step_is_spread_over_replicas() -> None:
     tensor, data = ("all_gather", "TENSOR", 8, 8), ("reduce_scatter", "DATA_PARALLEL", 2, 9)
     work = Work(optimizer_bytes=16.0, exchanges={tensor: [4, 8.0], data: [1, 32.0]})
     four = work.spread(4.0, is_sharded=True)

@@ -28,7 +28,7 @@ def written(folder: Path, name: str, text: str) -> str:
     return str(file)
 
 
-def test_a_command_is_read_as_it_stands_in_a_script() -> None:
+def test_a_command_line_with_a_launcher_is_read() -> None:
     words = "NVTE_FUSED_ATTN=0 torchrun --nproc-per-node 8 train/pretrain_gpt.py".split()
     command = read_command([*words, *FLAGS])
     environment, launched = {"NVTE_FUSED_ATTN": "0"}, {"--nproc-per-node": "8"}
@@ -50,7 +50,7 @@ def test_a_command_is_read_as_it_stands_in_a_script() -> None:
         ("torchrun --nnodes 2 pretrain_gpt.py --bf16", None, "not known from --nnodes 2: "),
     ],
 )  # fmt: skip
-def test_the_gpus_of_a_script_are_those_that_torchrun_starts(
+def test_the_number_of_gpus_comes_from_torchrun(
     tmp_path: Path, script: str, gpus: int | None, message: str
 ) -> None:
     assignments = 'A=(--bf16)\nWORDS="--nproc-per-node=64"\n'
@@ -81,7 +81,7 @@ def test_the_gpus_of_a_script_are_those_that_torchrun_starts(
          32),
     ],
 )  # fmt: skip
-def test_slurm_has_the_number_of_gpus_if_torchrun_has_not(
+def test_the_number_of_gpus_comes_from_slurm_without_torchrun(
     tmp_path: Path, options: str, start: str, gpus: int | None
 ) -> None:
     first, _, second = options.partition(" --")
@@ -217,7 +217,7 @@ NVTE_X=1 torchrun "${NODES[@]}" pretrain_gpt.py --num-layers $LAYERS $MORE "${KI
         (["1B", "fp8", "--seq-length", "64"], "--num-layers 4 --swiglu --bf16 --fp8-format hybrid"),
     ],
 )
-def test_the_branch_of_a_script_that_bash_takes_is_read(
+def test_only_the_branch_that_bash_runs_is_read(
     tmp_path: Path, words: list[str], flags: str
 ) -> None:
     command = read_command([written(tmp_path, "train.sh", BRANCHES), *words])
@@ -271,7 +271,7 @@ def test_a_file_of_flags_is_read(tmp_path: Path) -> None:
     assert read_command(["pretrain_gpt.py", file]).flags == FLAGS
 
 
-def test_what_needs_files_is_left_out() -> None:
+def test_flags_of_files_are_removed() -> None:
     command = (
         "--data-path 1 a 2 b --num-layers 8 --tokenizer-type X --vocab-size 99 --load c --bf16"
     )
@@ -313,7 +313,7 @@ def test_a_mapping_becomes_flags() -> None:
     )
 
 
-def test_the_least_number_of_gpus_divides_among_experts() -> None:
+def test_the_minimum_number_of_gpus_divides_among_experts() -> None:
     flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 "
     flags += "--expert-model-parallel-size 8 --expert-tensor-parallel-size 1"
     sizes = sizes_of(Command("pretrain_gpt.py", tuple(flags.split())), None)
@@ -343,7 +343,7 @@ def test_ranks_are_named() -> None:
         (["pretrain_t5.py", "--bf16"], "trains a T5 model"),
     ],
 )
-def test_what_is_no_command_is_told(words: list[str], wrong: str) -> None:
+def test_invalid_commands_are_rejected(words: list[str], wrong: str) -> None:
     with pytest.raises(ScheduleError, match=wrong):
         read_command(words)
 
@@ -364,7 +364,7 @@ def test_variables_without_a_value_are_named(tmp_path: Path) -> None:
         read_command(["pretrain_gpt.py", "--tensor-size", "$TP"])
 
 
-def test_a_script_without_flags_is_told(tmp_path: Path) -> None:
+def test_a_script_without_flags_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match="has no flags of Megatron-LM, neither"):
         read_command([written(tmp_path, "a.sh", "echo hello\n")])
 
@@ -380,7 +380,7 @@ def test_a_script_without_flags_is_told(tmp_path: Path) -> None:
         ("--context-parallel-size= --bf16", None, "--context-parallel-size has no value: add one"),
     ],
 )
-def test_sizes_that_no_run_has_are_rejected(flags: str, gpus: int | None, wrong: str) -> None:
+def test_invalid_parallel_sizes_are_rejected(flags: str, gpus: int | None, wrong: str) -> None:
     with pytest.raises(ScheduleError, match=wrong):
         sizes_of(Command("pretrain_gpt.py", tuple(flags.split())), gpus)
 
@@ -392,14 +392,14 @@ def test_a_switch_needs_no_value() -> None:
         command.having(pipeline_schedule=True).value("--pipeline-schedule")
 
 
-def test_a_tokenizer_of_unknown_size_is_told() -> None:
+def test_a_tokenizer_of_unknown_size_is_rejected() -> None:
     command = Command("pretrain_gpt.py", ("--tokenizer-type", "HuggingFaceTokenizer"))
     with pytest.raises(ScheduleError, match="add --vocabulary N"):
         without_files(command)
     assert "32000" in without_files(command, 32000)
 
 
-def test_ranks_that_are_none_are_told() -> None:
+def test_ranks_outside_the_pipeline_are_rejected() -> None:
     with pytest.raises(ScheduleError, match="--ranks 4: all, first, last or numbers from 0 to 3"):
         ranks_asked_for("4", 4)
 
@@ -423,7 +423,7 @@ def test_parentheses_in_quotes_do_not_end_an_array(tmp_path: Path) -> None:
     assert command.has("--swiglu")
 
 
-def test_several_numbers_of_one_flag_are_several_words() -> None:
+def test_several_numbers_of_a_flag_are_separate_words() -> None:
     values = {"--hierarchical-context-parallel-sizes": "2 4", "--data-path": "a b"}
     assert flags_of(values) == [
         "--hierarchical-context-parallel-sizes", "2", "4", "--data-path", "a b"
@@ -463,7 +463,7 @@ def test_a_module_of_megatron_is_its_script() -> None:
         ("Qwen3VLModelProvider", "trains a vision-language model"),
     ],
 )
-def test_a_partial_configuration_is_told(tmp_path: Path, model: str, message: str) -> None:
+def test_a_partial_configuration_is_rejected(tmp_path: Path, model: str, message: str) -> None:
     file = tmp_path / "run_config.yaml"
     file.write_text(
         f"model:\n  _target_: bridge.models.{model}\n  num_layers: 4\noptimizer: {{}}\n"

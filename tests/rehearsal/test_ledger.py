@@ -490,7 +490,7 @@ print(sorted(out.getvalue().splitlines()))
 """
 
 
-def test_a_rank_that_does_not_repeat_runs_again() -> None:
+def test_a_rank_without_repeating_microbatches_is_traced_again() -> None:
     ran = subprocess.run([sys.executable, "-c", AGAIN], capture_output=True, text=True, check=True)
     expected = [json.dumps({"name": "x", "rank": rank, "traced": 8}) for rank in (0, 1)]
     assert ran.stdout.strip() == str(expected)
@@ -506,7 +506,7 @@ print(out.getvalue())
 """
 
 
-def test_a_killed_rank_names_the_signal_and_what_may_help() -> None:
+def test_a_killed_rank_names_the_signal_and_the_fix() -> None:
     ran = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, check=True)
     error = "the process of rank 3 ended by SIGKILL; if the machine is out of memory, set --jobs 1"
     assert json.loads(ran.stdout)["error"] == error
@@ -537,5 +537,5 @@ def wrong() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_counted(wrong: dict[str, str], name: str) -> None:
+def test_ledger_counts_allocations(wrong: dict[str, str], name: str) -> None:
     assert wrong[name] == ""

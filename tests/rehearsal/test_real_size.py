@@ -64,7 +64,7 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_ranks_hold_what_is_planned(te_python: Path, tmp_path: Path, name: str, model: str) -> None:
+def test_peak_memory_is_as_planned(te_python: Path, tmp_path: Path, name: str, model: str) -> None:
     schedule = SCHEDULES[name]()
     megatron_vshape.verify(schedule)
     plan_file, report = tmp_path / "schedule.json", tmp_path / "found.json"

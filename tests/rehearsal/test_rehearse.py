@@ -47,7 +47,7 @@ def rehearse(run: Run, folder: Path, flags: list[str], *options: str) -> tuple[s
     return ran.stdout, json.loads(file.read_text())
 
 
-def test_a_tiny_run_holds_what_its_sizes_say(tmp_path: Path) -> None:
+def test_memory_of_a_tiny_run_follows_from_its_sizes(tmp_path: Path) -> None:
     """As a user starts it: in processes of its own."""
     printed, report = rehearse(alone, tmp_path, TINY)
     first, last = report["ranks"]
@@ -88,7 +88,7 @@ def v_half(
     return *rehearse(warm, folder, flags, "--save", str(saved)), saved
 
 
-def test_a_v_is_rehearsed_beside_megatrons_own(
+def test_a_v_schedule_is_compared_with_megatrons_schedule(
     v_half: tuple[str, dict[str, Any], Path],
 ) -> None:
     printed, report, saved = v_half
@@ -106,7 +106,7 @@ def test_a_v_is_rehearsed_beside_megatrons_own(
 
 
 @pytest.mark.usefixtures("te_python")
-def test_w_gathers_what_b_keeps_a_part_of(warm: Warm, tmp_path: Path) -> None:
+def test_w_gathers_the_inputs_that_b_keeps_sharded(warm: Warm, tmp_path: Path) -> None:
     shards = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
     flags = [*TINY, "--transformer-impl", "transformer_engine", *shards]
     _, report = rehearse(warm, tmp_path, [*flags, "--pipeline-schedule", "v-half"], "--alone")
@@ -128,7 +128,7 @@ def test_w_gathers_what_b_keeps_a_part_of(warm: Warm, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("te_python")
-def test_memory_of_graphs_is_counted_apart(warm: Warm, tmp_path: Path) -> None:
+def test_memory_of_cuda_graphs_is_counted_separately(warm: Warm, tmp_path: Path) -> None:
     """Captured in step 2 by its flags, which a rehearsal has none of."""
     schedule_flags = ["--transformer-impl", "transformer_engine", "--pipeline-schedule", "v-half"]
     graphs = ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-warmup-steps", "1"]
@@ -171,7 +171,7 @@ def costs_of(warm: Warm, tmp_path: Path, command: list[str]) -> Costs:
     return Costs.load(file)
 
 
-def test_what_waits_in_host_memory_is_not_on_the_gpu(warm: Warm, tmp_path: Path) -> None:
+def test_offloaded_activations_are_not_counted_on_the_gpu(warm: Warm, tmp_path: Path) -> None:
     schedule = with_copies(make("v-half", 2, 8))
     plan = tmp_path / "plan.json"
     plan.write_text(schedule.to_json())
@@ -193,7 +193,7 @@ def test_what_waits_in_host_memory_is_not_on_the_gpu(warm: Warm, tmp_path: Path)
         (["--pipeline-schedule", "auto"], "nothing is measured here"),
     ],
 )
-def test_what_cannot_be_is_told_in_a_sentence(
+def test_invalid_commands_end_with_one_error_line(
     warm: Warm, tmp_path: Path, flags: list[str], wrong: str
 ) -> None:
     ran = warm(tmp_path, "rehearse", "--ranks", "last", "--", "pretrain_gpt.py", *TINY, *flags)
@@ -302,7 +302,7 @@ def test_fused_rope_of_local_layers_has_a_flag_that_helps(warm: Warm, tmp_path: 
 @pytest.mark.parametrize(
     ("gpu", "world", "ranks"), [("h100", 16, 8), ("h100", 2, 2), ("gb200", 16, 4), ("gb300", 2, 2)]
 )
-def test_a_host_has_as_many_ranks_as_gpus(
+def test_a_host_has_one_rank_per_gpu(
     monkeypatch: pytest.MonkeyPatch, gpu: str, world: int, ranks: int
 ) -> None:
     """A Grace host has four, although NVLink connects 72."""
@@ -434,7 +434,7 @@ def test_a_measurement_needs_a_costs_file(warm: Warm, tmp_path: Path) -> None:
     assert "--measure writes a costs file: add --costs" in ran.stderr
 
 
-def test_advice_compares_todays_run_with_others(
+def test_advise_compares_the_current_run_with_alternatives(
     warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -500,7 +500,7 @@ def test_a_pattern_is_estimated_as_the_gpt_that_it_is(
         (["--gpus", "4xH100", "--training-share", "30"], "--training-share 30 is not above 0 and"),
     ],
 )
-def test_what_is_no_question_is_refused(
+def test_invalid_options_of_advise_are_rejected(
     warm: Warm, options: list[str], words: str, tmp_path: Path
 ) -> None:
     ran = warm(tmp_path, "advise", *options, "--", "pretrain_gpt.py", *TINY)
@@ -510,7 +510,7 @@ def test_what_is_no_question_is_refused(
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8, 16])
-def test_no_backward_that_is_counted_split_runs_whole(devices: int) -> None:
+def test_split_backwards_of_a_counted_step_are_not_fused(devices: int) -> None:
     """As a W right behind its B would, of stages that drain in a long pipeline."""
     schedule = both_backwards(devices)
     verify(schedule)
@@ -519,7 +519,7 @@ def test_no_backward_that_is_counted_split_runs_whole(devices: int) -> None:
         assert {kind for kind, _, microbatch in row if microbatch >= MICROBATCHES} == {"F", "BW"}
 
 
-def test_a_sweep_counts_each_shape_of_a_command_once(
+def test_a_sweep_counts_every_parallel_configuration_once(
     warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second time nothing is rehearsed; what counts plan is what a rehearsal holds."""

@@ -125,7 +125,7 @@ def test_megatrons_arguments_make_the_configuration_that_was_saved(
                 assert as_written(getattr(args, key)) in (as_read(value), value), key
 
 
-def test_bytes_of_gradients_and_moments_are_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dtypes_of_gradients_and_moments_follow_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     args = parsed(read_command([str(SAVED / "experts.yaml")]).flags, 8, monkeypatch)
     assert args.grad_reduce_in_bf16
     assert not args.accumulate_allreduce_grads_in_fp32
@@ -135,7 +135,7 @@ def test_bytes_of_gradients_and_moments_are_the_files(monkeypatch: pytest.Monkey
     assert args.padded_vocab_size == 4096  # 4000 in steps of 64 for each of two ranks
 
 
-def test_what_no_flag_says_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_without_a_flag_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         read_command([str(SAVED / "experts.yaml")])
     messages = [
@@ -223,7 +223,7 @@ def test_other_json_is_rejected(tmp_path: Path, text: str, wrong: str) -> None:
         read_command([str(file)])
 
 
-def test_a_layout_is_written_as_the_flag_has_it(tmp_path: Path) -> None:
+def test_a_layout_is_converted_to_the_flag(tmp_path: Path) -> None:
     content = saved("dense")
     layout = [["embedding", "decoder"], ["decoder"] * 3, ["decoder"] * 3, ["decoder", "loss"]]
     content["model"]["pipeline_model_parallel_layout"] = layout
@@ -237,7 +237,7 @@ def test_a_layout_is_written_as_the_flag_has_it(tmp_path: Path) -> None:
     assert read_command([file, *layout_flags]).flags[-2:] == layout_flags
 
 
-def test_a_precision_by_name_is_put_in(tmp_path: Path) -> None:
+def test_a_named_precision_is_applied(tmp_path: Path) -> None:
     content = saved("dense") | {"mixed_precision": "bf16_mixed"}
     assert read_command([written(tmp_path, content)]).has("--bf16")
     content["mixed_precision"] = "bf16_with_mxfp8_mixed"
@@ -253,12 +253,12 @@ def test_a_precision_by_name_is_put_in(tmp_path: Path) -> None:
         ({"model": {"_target_": "a.t5_provider.T5ModelProvider"}}, "trains a T5 model"),
     ],
 )
-def test_what_is_not_rehearsed_is_told(tmp_path: Path, change: Any, wrong: str) -> None:
+def test_unsupported_configurations_are_rejected(tmp_path: Path, change: Any, wrong: str) -> None:
     with pytest.raises(ScheduleError, match=wrong):
         read_command([written(tmp_path, saved("dense") | change)])
 
 
-def test_without_megatrons_arguments_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_megatron_arguments_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron.training.arguments", None)
     with pytest.raises(ScheduleError, match="read with Megatron's own arguments, which are not"):
         read_command([str(SAVED / "dense.yaml")])

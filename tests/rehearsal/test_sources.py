@@ -82,7 +82,7 @@ def test_a_wheel_with_the_pinned_hash_is_unpacked_once_and_found(
     assert sources.fetch(pinned) == target  # no second download
 
 
-def test_what_is_missing_depends_on_the_command() -> None:
+def test_missing_sources_depend_on_the_command() -> None:
     assert ranks.missing_sources(GPT, None, None) == [MEGATRON, TE]
     assert ranks.missing_sources(LOCAL, None, None) == [MEGATRON]
 
@@ -116,7 +116,7 @@ class Terminal(io.StringIO):
     ("answer", "flag", "downloads"),
     [("y\n", False, 2), ("\n", False, 0), ("n\n", False, 0), ("", True, 2)],
 )
-def test_a_terminal_is_asked_once(
+def test_a_terminal_is_prompted_once(
     monkeypatch: pytest.MonkeyPatch, answer: str, flag: bool, downloads: int
 ) -> None:
     fetched: list[PythonSource] = []
