@@ -1,4 +1,4 @@
-"""Processes that have imported Megatron, for all rehearsals of a session."""
+"""A fixture with processes that import Megatron once per test session."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from rehearsal.warm import Warm
 
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
-    """Return what runs the command line, whose rehearsals import Megatron once."""
+    """Return a runner of the command line whose dry runs import Megatron once."""
     warm = Warm(tmp_path_factory.mktemp("warm"))
     yield warm
     warm.close()

@@ -1,4 +1,4 @@
-"""What ranks are planned to hold between passes, and a plan with copies to hold them to."""
+"""Comparison of activation memory with the plan, and a plan with offloaded activations."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,10 +12,10 @@ _OF_A_STAGE = {"held_after_forward_bytes": ("F",), "held_after_backward_bytes": 
 
 
 def off_the_plan(schedule: Schedule, ranks: Sequence[dict[str, Any]]) -> dict[int, float]:
-    """Return by how much what each rank held between passes is off what the plan says it holds.
+    """Compute the relative difference of every rank's peak between passes from the planned peak.
 
-    The plan's bytes are those that the passes themselves added: a stage's in F, in B, what L lets
-    go of, and a rank's logits in S. Messages are not in the plan. Ranks may be left out.
+    The plan uses the bytes that passes have allocated: in F and B of a stage, in L (negative) and
+    in S (logits). It has no P2P messages. `ranks` can be some of the ranks.
     """
     names = (*_OF_A_STAGE, "offloaded_bytes", "logits_bytes")
     amounts = {name: [1.0] * schedule.num_stages for name in names}
@@ -28,7 +28,7 @@ def off_the_plan(schedule: Schedule, ranks: Sequence[dict[str, Any]]) -> dict[in
             for name, kinds in _OF_A_STAGE.items():
                 amounts[name][stage] = sum(adds.get((kind, chunk), 0.0) for kind in kinds)
             amounts["offloaded_bytes"][stage] = -adds.get(("L", chunk), 0.0)
-            assert adds.get(("L", chunk), -1.0) < 0, f"nothing of stage {stage} waits on the host"
+            assert adds.get(("L", chunk), -1.0) < 0, f"stage {stage} offloads no memory"
             amounts["logits_bytes"][stage] = sum(
                 adds.get(("S", index), 0.0) for index in range(len(local_stages))
             )
@@ -47,13 +47,13 @@ def off_the_plan(schedule: Schedule, ranks: Sequence[dict[str, Any]]) -> dict[in
 
 
 def with_copies(schedule: Schedule) -> Schedule:
-    """Return a V, every second microbatch of whose ranks' first stages waits in host memory."""
+    """Add offloading to a V schedule: every second microbatch of the first stage of every rank."""
     rows = [_copied(row, stage) for stage, row in enumerate(schedule.order)]
     return replace(schedule, name=f"{schedule.name} with copies", order=tuple(rows))
 
 
 def _copied(row: tuple[Pass, ...], stage: int) -> tuple[Pass, ...]:
-    """Return a row whose copies begin right behind F, end a pass later, and return before B."""
+    """Start offloading directly after F, end it one pass later, and reload directly before B."""
     out: list[Pass] = []
     pending: list[Pass] = []
     for work in row:

@@ -1,4 +1,4 @@
-"""Counted ranks, and what of them depends on where they run."""
+"""Costs from counted ranks, and their dependence on the pipeline and on the links."""
 
 from dataclasses import replace
 
@@ -106,7 +106,7 @@ MESSAGE = 8
 
 
 def rank(stage: int, always: int, parameters: tuple[int, int] = (1, 1)) -> RankReport:
-    """Return the report of a counted rank with 2000 bytes of states and 40 kept in layers."""
+    """Return the report of a counted rank with 2000 bytes of states and 40 retained in layers."""
     amounts = {"F": (100, 130), "BW": (-90, 20), "B": (-60, 30), "W": (-40, 0)}
     kinds = [
         pass_of(kind, chunk=chunk, adds_bytes=adds, meanwhile_bytes=meanwhile)

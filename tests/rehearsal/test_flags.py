@@ -1,4 +1,4 @@
-"""A training command is read wherever it stands, and what is wrong with it is told."""
+"""Training commands are read from words, files and scripts; errors name the wrong option."""
 
 import re
 import textwrap
@@ -300,7 +300,7 @@ def test_deterministic_mode_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_variables_that_megatron_checks_stay() -> None:
-    """Two cases of Megatron-LM ended in its check of NCCL_GRAPH_REGISTER, which they set."""
+    """Two test cases of Megatron-LM failed its check of NCCL_GRAPH_REGISTER, which they set."""
     variables = {"NCCL_GRAPH_REGISTER": "0", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     command = Command("pretrain_gpt.py", (), {**variables, "NCCL_NVLS_ENABLE": "0"})
     assert environment_of(command).items() >= variables.items()

@@ -1,6 +1,6 @@
-"""Storages are counted from birth to death, as the GPU's allocator would hand them out.
+"""The ledger counts storages from allocation to release, like the GPU's allocator.
 
-In a process of its own: to rehearse, torch is told that there is a GPU, for good.
+The cases run in a separate process, because torch reports a GPU there until it ends.
 """
 
 import json
@@ -41,7 +41,7 @@ for name, body in json.load(sys.stdin).items():
 
 
 CASES = {
-    "a storage counts once and until it dies": """
+    "a storage counts once until it is freed": """
         x = gpu(MIB)
         y = x.view(1024, 1024)[:512]  # the same storage
         assert ledger.now == 4 * MIB, ledger.now
@@ -63,7 +63,7 @@ CASES = {
         assert len(ledger.records) == 5 and ledger.emptied == [1]
         assert ledger.peak == (4 + 4 + 3) * MIB
     """,
-    "what graphs cover lies in their pool": """
+    "captured modules allocate from the pool of graphs": """
         from torch import nn
         from megatron_vshape.rehearsal import graph_pools
         class Layer(nn.Module):  # keeps 4 MiB from F to B, and makes 4 MiB in B
@@ -89,7 +89,7 @@ CASES = {
         assert ledger.pool == 0 and not ledger.graphed
         assert ledger.pool_peak + ledger.other_peak > ledger.peak
     """,
-    "who holds what is told for every point of the curve": """
+    "every point of the curve has the memory by category": """
         from megatron_vshape.rehearsal.one_rank import _over_time
         weights, kept = gpu(MIB), []
         ledger.name(weights, "weights")
@@ -195,7 +195,7 @@ CASES = {
         else:
             raise AssertionError
     """,
-    "sizes are the allocators": """
+    "sizes are rounded as by the allocator": """
         x = gpu(1)
         assert ledger.now == 512
         x.untyped_storage().resize_(4 * 1000)
@@ -203,7 +203,7 @@ CASES = {
         x.untyped_storage().resize_(0)
         assert ledger.now == 0
     """,
-    "a storage lives as long as what was made of it": """
+    "a storage stays allocated while a tensor references it": """
         x = gpu(1024, 1024)
         flat = torch.empty(0, device="cuda").set_(x[:, :512].detach().untyped_storage())
         assert flat.shape == (MIB,) and ledger.now == 4 * MIB
@@ -223,7 +223,7 @@ CASES = {
         assert ledger.now == 8 * MIB and like.device.type == "cuda"
         assert y.cpu().device.type == "cpu" and ledger.now == 8 * MIB
     """,
-    "a kernels inner values are nowhere": """
+    "temporary values of a fused kernel are not allocated": """
         x = gpu(MIB)
         out = fused(ledger, lambda x: (x + 1) * 2)(x)
         assert (ledger.now, ledger.peak) == (8 * MIB, 8 * MIB), ledger.peak
@@ -241,7 +241,7 @@ CASES = {
         assert ledger.now == (4 * 3 + 2) * MIB, ledger.now / MIB
         assert ledger.work.products == {("float32", 1024, 1024, 1024, 1): 2}
     """,
-    "the peak is told by what was there": """
+    "the peak is reported with its storages and its phase": """
         with ledger.during("F 0 3"):
             kept, weight = gpu(512, 64), gpu(64, 1000)
             ledger.place = "mlp"
@@ -259,12 +259,12 @@ CASES = {
         (ran,) = ledger.passes
         assert (ran.before_bytes, ran.most_bytes, ran.after_bytes) == (0, ledger.peak, ledger.now)
     """,
-    "of all values everything is true, of one nothing": """
+    "checks of all values are true, and single values are zero": """
         x = gpu(4)
         assert torch.all(x == x) and (x == x).all() and not x[0] and not torch.any(x)
         torch.distributions.Uniform(x[0], x[1]).sample()  # checks that x[0] is smaller
     """,
-    "integers that decide about work are an error": """
+    "reading integers that sizes depend on is an error": """
         def refuses(read):
             try:
                 read()
@@ -387,7 +387,7 @@ CASES = {
         normed.sum().backward()
         assert norm.weight.grad.shape == (inner,)
     """,
-    "kernels hold meanwhile what an H200's allocator was seen to hand out": """
+    "temporary memory of kernels equals that of an H200's allocator": """
         bf16 = {"dtype": torch.bfloat16}
         def meanwhile(call):
             before = ledger.now
@@ -523,7 +523,7 @@ def test_a_killed_worker_names_the_signal(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture(scope="module")
 def wrong() -> dict[str, str]:
-    """What is wrong with each case, all run in one process."""
+    """Return the traceback of every case, empty if it passed; one process runs all of them."""
     cases = json.dumps({name: textwrap.dedent(body) for name, body in CASES.items()})
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM],

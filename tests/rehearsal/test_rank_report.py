@@ -1,4 +1,4 @@
-"""The report of a rank is the same after a way through JSON; a failure has a reason."""
+"""Reports of ranks are unchanged by JSON, and errors name their cause."""
 
 import io
 import json
@@ -71,7 +71,7 @@ def test_passes_without_a_stage_have_words(phase: str, words: str) -> None:
 
 
 def test_an_assertion_without_a_text_is_reported_by_its_statement(tmp_path: Path) -> None:
-    """Megatron checks heads and hidden size so; the reason was "no reason given"."""
+    """Megatron checks heads and hidden size with `assert`; the error was "no reason given"."""
     script = tmp_path / "arguments.py"
     script.write_text("heads = 33\nassert heads % 2 == 0\n")
     with pytest.raises(AssertionError) as raised:
@@ -88,7 +88,7 @@ def test_an_assertion_without_a_text_is_reported_by_its_statement(tmp_path: Path
     ],
 )
 def test_the_phase_of_the_peak_names_its_other_memory(phase: str, name: str) -> None:
-    """During the construction, it is the parameters that exist twice."""
+    """During the construction of the model, the parameters exist twice."""
     holders = [Holder("rest", "", "", 2 * GIB, 7), Holder("logits", "", "", GIB, 1)]
     report = report_of(stage=3, when=PeakMoment(phase, ""), holders=holders)
     assert when(report).endswith(f"; {name} 2.0 GiB, logits 1.0 GiB")

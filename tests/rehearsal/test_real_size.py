@@ -1,7 +1,7 @@
-"""What schedules are planned to hold is what ranks of a 70B and a 235B hold, to two in a hundred.
+"""Planned peaks of a 70B and a 235B model are within 2% of the peaks of dry runs.
 
-A rank of real size takes a minute or two; what tests/rehearsal/test_rehearse.py runs of it in
-seconds is a V of a tiny model.
+A rank of real size runs for one or two minutes. tests/rehearsal/test_rehearse.py compares a V
+schedule of a tiny model in seconds.
 """
 
 import json
@@ -35,7 +35,7 @@ COMMON = f"""
 MODELS = {
     "70B": """--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64
         --num-query-groups 8 --vocab-size 128256 --tensor-model-parallel-size 8""",
-    # of 94 layers, which do not divide among 16 stages
+    # 96 instead of 94 layers, which do not divide among 16 stages
     "235B": """--num-layers 96 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 64
         --num-query-groups 4 --kv-channels 128 --vocab-size 151936 --tensor-model-parallel-size 4
         --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 1536 --moe-grouped-gemm
@@ -46,7 +46,7 @@ MODELS = {
 
 
 def shared() -> Schedule:
-    """Return V-Half with a vocabulary that all ranks share."""
+    """Return V-Half with vocabulary parallelism."""
     uniform = Costs.uniform(RANKS, 2 * RANKS)
     costs = shared_costs(uniform, Piece(0, 0, 0, 0, 0), Piece(2, 2, 2, 0, 0), RANKS, 0.1)
     return share_vocabulary(make("v-half", RANKS, MICROBATCHES), costs)

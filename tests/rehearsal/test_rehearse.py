@@ -1,4 +1,4 @@
-"""Training commands are rehearsed as they stand: what is counted is what the sizes say."""
+"""Dry runs of training commands: memory and work follow from the sizes of the model."""
 
 import csv
 import json
@@ -39,7 +39,7 @@ Run = Callable[..., PassRecord]
 
 
 def rehearse(run: Run, folder: Path, flags: list[str], *options: str) -> tuple[str, dict[str, Any]]:
-    """Return what the command prints, and the file that it writes."""
+    """Return the output of the command, and the content of its JSON file."""
     file = folder / "found.json"
     command = ["rehearse", "--json", str(file), *options, "--", "pretrain_gpt.py", *flags]
     ran = run(folder, *command)
@@ -48,7 +48,7 @@ def rehearse(run: Run, folder: Path, flags: list[str], *options: str) -> tuple[s
 
 
 def test_memory_of_a_tiny_run_follows_from_its_sizes(tmp_path: Path) -> None:
-    """As a user starts it: in processes of its own."""
+    """The command runs in separate processes, as for a user."""
     printed, report = rehearse(alone, tmp_path, TINY)
     first, last = report["ranks"]
     assert [first["rank"], last["rank"]] == [0, 1]
@@ -65,7 +65,7 @@ def test_memory_of_a_tiny_run_follows_from_its_sizes(tmp_path: Path) -> None:
         segments, unused = divmod(rank["reserved_bytes"], 2 * 2**20)
         assert 1 < segments / (rank["peak_bytes"] / 2 / 2**20) < 2
         assert unused == 0
-    # 1F1B holds a microbatch more on the first rank; the logits are the last one's
+    # In 1F1B, the first rank keeps one more microbatch; the last rank has the logits.
     logits = 2 * TOKENS * VOCABULARY
     assert first["parts"]["logits"] == 0
     assert last["parts"]["logits"] >= 4 * logits
@@ -81,7 +81,7 @@ def test_memory_of_a_tiny_run_follows_from_its_sizes(tmp_path: Path) -> None:
 def v_half(
     warm: Warm, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, dict[str, Any], Path]:
-    """Return what a rehearsal under V-Half prints and finds, and its picture."""
+    """Return the output and the report of a dry run with V-Half, and its picture."""
     folder = tmp_path_factory.mktemp("v-half")
     saved = folder / "memory.svg"
     flags = [*TINY, "--pipeline-schedule", "v-half"]
@@ -95,7 +95,9 @@ def test_a_v_schedule_is_compared_with_megatrons_schedule(
     first, last = report["ranks"]
     kinds = {(passes["kind"], passes["chunk"]) for passes in first["kinds"]}
     assert kinds >= {(kind, chunk) for kind in ("F", "B", "W") for chunk in (0, 1)}
-    assert first["parts"]["logits"] > last["parts"]["logits"] == 0  # a V has both ends on rank 0
+    assert (
+        first["parts"]["logits"] > last["parts"]["logits"] == 0
+    )  # a V has embedding and output layer on rank 0
     assert "Megatron's own schedule: peak" in printed
     schedule = make("v-half", 2, first["microbatches"])
     off = off_the_plan(schedule, report["ranks"])
@@ -121,7 +123,7 @@ def test_w_gathers_the_inputs_that_b_keeps_sharded(warm: Warm, tmp_path: Path) -
     }
     # a layer's column-parallel inputs in W alone, its row-parallel gradients in both
     assert number == {"B": 2 * LAYERS // 4, "W": 4 * LAYERS // 4}
-    # left of F and B: the parts of these four, two messages, and what each rank has of its own
+    # Left after F and B: the shards of these four, two messages, and activations that only this rank has.
     two_bytes_a_part = 2 * TOKENS * LAYERS // 4
     values = (4 + 2) * HIDDEN + 3 * HIDDEN + HIDDEN + 2 * VOCABULARY
     assert ran["F"]["adds_bytes"] + ran["B"]["adds_bytes"] == two_bytes_a_part * values
@@ -129,7 +131,7 @@ def test_w_gathers_the_inputs_that_b_keeps_sharded(warm: Warm, tmp_path: Path) -
 
 @pytest.mark.usefixtures("te_python")
 def test_memory_of_cuda_graphs_is_counted_separately(warm: Warm, tmp_path: Path) -> None:
-    """Captured in step 2 by its flags, which a rehearsal has none of."""
+    """The flags capture graphs in step 2; a dry run captures none."""
     schedule_flags = ["--transformer-impl", "transformer_engine", "--pipeline-schedule", "v-half"]
     graphs = ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-warmup-steps", "1"]
     printed, report = rehearse(warm, tmp_path, [*TINY, *schedule_flags, *graphs], "--alone")
@@ -342,7 +344,7 @@ def test_fsdp_exchanges_in_every_microbatch(warm: Warm, tmp_path: Path) -> None:
         for exchange in many["work"]["exchanges"]
         if exchange["group"].endswith(" in each microbatch")
     }
-    # of each layer's weights for F and again for B, and of the gradients of layers and ends
+    # Weights of all layers for F and again for B; gradients of layers, embedding and output layer.
     assert number == {
         "all_gather_into_tensor": 2 * 2 * LAYERS,
         "reduce_scatter_tensor": 2 * (LAYERS + 1),
@@ -359,14 +361,14 @@ def test_a_costs_file_is_counted(
     assert costs.num_stages == 4
     assert costs.layers == (1, 1, 1, 1)
     assert dict(costs.sources)["forward_us"].startswith("counted by a rehearsal")
-    # the head is the last stage's, its states those of the vocabulary beside a layer's
+    # The last stage has the output layer: its states are those of a layer and of the vocabulary.
     assert costs.forward_us[3] > costs.forward_us[1] == costs.forward_us[2]
     state = costs.lists()["state_bytes"]
     vocabulary = VOCABULARY * HIDDEN * (2 + 4 + 12)
     assert state[3] - state[2] == pytest.approx(vocabulary, rel=0.02)
     layer = 4 * HIDDEN**2 + 2 * HIDDEN * VOCABULARY + 4 * HIDDEN
     assert state[2] == pytest.approx(layer * LAYERS // 4 * (2 + 4 + 12), rel=0.02)
-    # what is planned with it is what a rehearsal of the plan's schedule peaks at
+    # Planned peaks with these costs equal those of a dry run of the schedule.
     _, report, _ = v_half
     microbatches = report["ranks"][0]["microbatches"]
     planned = peak_held(make("v-half", 2, microbatches), costs)
@@ -375,7 +377,7 @@ def test_a_costs_file_is_counted(
 
 
 def test_with_full_recomputation_a_layer_keeps_its_input(warm: Warm, tmp_path: Path) -> None:
-    """The received one too: it is allocated before F, and is all that a first layer keeps."""
+    """The received input counts, too: it is allocated before F, and a first layer keeps only it."""
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     hidden = 2 * 2 * TOKENS * HIDDEN
     for layers in (1, 2):
@@ -397,7 +399,7 @@ MODELS = {
 
 @pytest.mark.parametrize("model", ["TP", pytest.param("experts", marks=pytest.mark.slow)])
 def test_a_costs_file_is_measured(warm: Warm, tmp_path: Path, model: str) -> None:
-    """Times are those of this CPU; communication and memory stay estimated."""
+    """Times are measured on this CPU; communication and memory stay estimated."""
     flags = [*TINY, *MODELS[model]]
     costs_by_name = {}
     for name in ("counted", "measured"):
@@ -454,7 +456,7 @@ def test_advise_compares_the_current_run_with_alternatives(
     today, stock, best = (report[what] for what in ("today", "stock", "best"))
     assert today["schedule"] == "1f1b"
     assert today["shape"]["recompute"] == "full"
-    # what is computed twice is worth dropping where memory is there for it
+    # Recomputation is removed if there is enough memory.
     assert stock["shape"]["recompute"] == "none"
     assert stock["step_s"] < today["step_s"]
     assert max(stock["peak_bytes"]) > max(today["peak_bytes"])
@@ -470,7 +472,7 @@ def test_advise_compares_the_current_run_with_alternatives(
 def test_a_pattern_is_estimated_as_the_gpt_that_it_is(
     warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`*-` for each layer, with the stages marked or not; no checkout has the script."""
+    """The pattern is `*-` per layer, with or without stages; no checkout has the script."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     reports = {}
     for name, model in (
@@ -511,7 +513,7 @@ def test_invalid_options_of_advise_are_rejected(
 
 @pytest.mark.parametrize("devices", [2, 4, 8, 16])
 def test_split_backwards_of_a_counted_step_are_not_fused(devices: int) -> None:
-    """As a W right behind its B would, of stages that drain in a long pipeline."""
+    """A W directly after its B would be fused, as in the cool-down of a long pipeline."""
     schedule = both_backwards(devices)
     verify(schedule)
     for row in fuse(simulate(schedule)).order:
@@ -522,7 +524,7 @@ def test_split_backwards_of_a_counted_step_are_not_fused(devices: int) -> None:
 def test_a_sweep_counts_every_parallel_configuration_once(
     warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second time nothing is rehearsed; what counts plan is what a rehearsal holds."""
+    """The second sweep uses the cache; planned peaks equal those of a dry run."""
     pytest.importorskip("pydantic")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "cluster.yaml").write_text(
@@ -549,7 +551,7 @@ def test_a_sweep_counts_every_parallel_configuration_once(
     _, report = rehearse(warm, tmp_path, flags, "--alone", "--gpus", "4")
     rehearsed = [rank["peak_bytes"] / GIB for rank in report["ranks"]]
     assert planned == pytest.approx(rehearsed, rel=0.03, abs=0.006)
-    for file in cached:  # what lies there is what is told
+    for file in cached:  # the results come from these files
         file.write_text(file.read_text().replace('"kernels": ', '"kernels": 9'))
     slower = warm(tmp_path, *command)
     with table.open() as stream:
@@ -560,7 +562,7 @@ def test_a_sweep_counts_every_parallel_configuration_once(
 
 
 def test_microbatches_that_repeat_are_computed(warm: Warm) -> None:
-    """The last rank runs 4 microbatches of 8, and finds the bytes and the step time of 8."""
+    """The last rank runs 4 of 8 microbatches, with the bytes and the step time of all 8."""
     command = read_command(["pretrain_gpt.py", *TINY, "--pipeline-model-parallel-size", "4"])
     config = DryRunConfig.of(command, GPUS["h100"], jobs=1)
     job = config.job(command, sizes_of(command, None), 3, "")
@@ -626,7 +628,7 @@ def test_deepep_receives_a_token_once(warm: Warm, tmp_path: Path) -> None:
         peaks.append(rank["peak_bytes"])
     assert dispatches[0] == dispatches[1]
     tokens, microbatches = 2 * TOKENS, 2
-    # to the experts and back, of F and of B, for the layers of a rank
+    # Dispatch and combine, in F and in B, for the layers of a rank.
     assert dispatches[0] == (4 * 2 * microbatches, 4 * 2 * microbatches * tokens * HIDDEN * 2)
     assert peaks[0] == pytest.approx(peaks[1], rel=0.1)
 

@@ -1,4 +1,4 @@
-"""What Megatron-Bridge saved of a run becomes the flags that build the same configuration."""
+"""Saved configurations of Megatron-Bridge become flags of the same configuration."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ DIFFERENT = {
     "use_cpu_initialization": "None where it is off",
     "microbatch_group_size_per_vp_stage": "left to the pipeline's size, which is its default",
 }
-"""What need not be as the file says it, and why."""
+"""Settings that can differ from the file, and the reason."""
 
 
 WEIGHT_DECAY = ("start_weight_decay", "end_weight_decay", "weight_decay_incr_style")
-"""Left out: Megatron refuses what Bridge has computed of the first two."""
+"""Not compared: Megatron rejects the values that Bridge computes for the first two."""
 
 
 def saved(name: str) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def written(folder: Path, content: dict[str, Any]) -> str:
 
 
 def parsed(flags: tuple[str, ...], world: int, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the arguments that Megatron's own parser makes of flags, checked by itself."""
+    """Return the flags as arguments of Megatron's parser, validated by Megatron."""
     from megatron.training.arguments import parse_args, validate_args
 
     monkeypatch.setenv("WORLD_SIZE", str(world))
@@ -78,7 +78,7 @@ def parsed(flags: tuple[str, ...], world: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def as_written(value: Any) -> Any:
-    """Return a value as the YAML has it: an enum by its name, a dtype by its own."""
+    """Return a value as in the YAML: an enum by its name, a dtype as a target."""
     if hasattr(value, "name") and hasattr(value, "value"):
         return value.name
     if type(value).__name__ == "dtype":
@@ -265,7 +265,7 @@ def test_missing_megatron_arguments_are_reported(monkeypatch: pytest.MonkeyPatch
 
 
 def rehearsed(warm: Warm, folder: Path, *words: str) -> list[dict[str, Any]]:
-    """Return what each rank holds."""
+    """Return the reports of the first and the last rank."""
     file = folder / "found.json"
     ran = warm(folder, "rehearse", "--json", str(file), "--ranks", "first,last", "--", *words)
     assert ran.returncode == 0, ran.stderr

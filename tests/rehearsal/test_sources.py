@@ -1,4 +1,4 @@
-"""The Python of Megatron and Transformer Engine: found, or downloaded once after a question."""
+"""The Python of Megatron and Transformer Engine is found, or downloaded after a prompt."""
 
 import argparse
 import hashlib
@@ -24,7 +24,7 @@ ANY, LINUX = "py3-none-any", "cp312-cp312-manylinux_2_28_x86_64"
 
 @pytest.fixture(autouse=True)
 def nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty cache, neither library installed, and a folder of wheels as pip's only index."""
+    """Set an empty cache, no installed library, and a folder of wheels as pip's only index."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(sources.VARIABLE, raising=False)
     monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)

@@ -1,8 +1,8 @@
-"""Rehearses for many commands and imports Megatron once.
+"""Dry runs of many commands that import Megatron once.
 
-Run as a script it is a process that has prepared what a worker of rehearsals prepares, and forks
-for every set of jobs: importing takes longer than most of what the tests rehearse. `Warm` starts
-such processes and has the command line, in this one, ask them.
+As a script, this file is a process that prepares like a worker of dry runs and forks for every set
+of jobs: imports take longer than most dry runs of the tests. `Warm` starts such processes, and the
+command line runs its jobs in them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class PassRecord(NamedTuple):
-    """How a command ended, and what it printed."""
+    """Exit code and output of a command."""
 
     returncode: int
     stdout: str
@@ -30,7 +30,7 @@ class PassRecord(NamedTuple):
 
 
 def alone(folder: Path, *arguments: str) -> PassRecord:
-    """Run the command line in a process of its own, which starts its own workers."""
+    """Run the command line in a separate process, which starts its workers."""
     ran = subprocess.run(
         [sys.executable, "-m", "megatron_vshape", *arguments],
         capture_output=True,
@@ -42,7 +42,7 @@ def alone(folder: Path, *arguments: str) -> PassRecord:
 
 
 class Warm:
-    """The processes, one for each Megatron and Transformer Engine that is rehearsed with."""
+    """Prepared processes, one per pair of Megatron and Transformer Engine."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -65,7 +65,7 @@ class Warm:
         return PassRecord(status, out.getvalue(), err.getvalue())
 
     def run_jobs(self, programs: Any, jobs: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
-        """Yield what each job found, as the package's own does."""
+        """Yield the result of every job, like `ranks.run_jobs`."""
         self._asked += 1
         job_file, result_file = (
             self._folder / f"{kind}{self._asked}" for kind in ("asked", "told")
