@@ -199,8 +199,8 @@ def _pass_report(
         return replace(b, kind=kind, **sums)
     if kind not in ran:
         raise ScheduleError(
-            f"rank {rank.stage} ran no {kind} of its chunk {chunk}: what was rehearsed is not a "
-            "V with backwards of both sorts"
+            f"rank {rank.stage} ran no {kind} of its chunk {chunk}: the dry run needs a V "
+            "schedule with split and full backwards"
         )
     result = ran[kind]
     parts = step_time(result.work, gpu, rank.scale, rates)

@@ -308,7 +308,7 @@ def _dense_layer(
 
 
 def with_layer_kinds(costs: Counted, command: Command, world: int) -> Counted:
-    """Estimate layers unlike the counted one, in hybrid models and MoE models with dense layers.
+    """Estimate layers of other kinds: in hybrid models, and in MoE models with dense layers.
 
     In a hybrid model, their costs relative to each other follow from their GEMMs and sizes.
 

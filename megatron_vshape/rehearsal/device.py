@@ -45,7 +45,7 @@ def install() -> None:
     Call this before Megatron and Transformer Engine are imported, in a process that does nothing
     else.
     """
-    # The context torch.device("meta") knows factories by identity, and remembers them from now on.
+    # The context torch.device("meta") identifies factories by object, and caches them here.
     _device_constructors()
     cpu.install()
     for owner, name, value in _replacements():
@@ -92,7 +92,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
 
 def _gpu() -> Gpu:
     if Current.gpu is None:
-        raise RuntimeError("the rehearsal asked for the GPU before it knew which")
+        raise RuntimeError("the dry run reads the GPU's properties before they are set")
     return Current.gpu
 
 
@@ -272,7 +272,7 @@ def _alias(set_: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _placed(make: Callable[..., Tensor], like: bool) -> Callable[..., Tensor]:
-    """Wrap a factory so that the ledger knows the device of its result."""
+    """Wrap a factory so that the ledger records the device of its result."""
 
     @functools.wraps(make)
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -399,7 +399,7 @@ def _make_readable() -> None:
     kind.all = _all_true(Tensor.all)
     kind.sum = _with_sum(Tensor.sum)
     kind.detach = _keeping_values(Tensor.detach)
-    kind.get_data_tensors = lambda self: ()  # Transformer Engine's offloading would ask for it
+    kind.get_data_tensors = lambda self: ()  # Transformer Engine's offloading calls it
 
 
 def values_of(tensor: Any) -> Any:

@@ -159,8 +159,8 @@ GPUS = {
         _gpu("gb300", "10.3", 284208, 152, "2500/5000/15000", 8.0, 900, 100, 72, 180),
     )
 }
-"""By the name that --gpu takes: compute capability, memory (MiB), multiprocessors, bf16, 8-bit and
-4-bit products (TFLOP/s, dense; a format that it lacks as the next wider), memory (TB/s), links
-within and between nodes (GB/s, one way), GPUs that the fast links join, and the link to the host
-(PCIe 4 and 5 with 16 lanes; of NVLink-C2C what is reached). GPUs without NVLink use PCIe within a
-node. A cluster file (--cluster) has other links."""
+"""By the name for --gpu: compute capability, memory (MiB), multiprocessors, bf16, 8-bit and 4-bit
+GEMMs (TFLOP/s, dense; an unsupported format has the rate of the next wider one), memory (TB/s),
+links within and between nodes (GB/s, one way), number of GPUs that the fast links connect, and the
+link to the host (PCIe 4 and 5 with 16 lanes; for NVLink-C2C the achieved rate). GPUs without NVLink
+use PCIe within a node. A cluster file (--cluster) sets other links."""

@@ -197,7 +197,7 @@ _FEW_TOKENS = 3072
 def scratch_sizes(
     func: Any, args: Sequence[Any], out: Any, multiprocessors: int
 ) -> tuple[int, ...]:
-    """Compute the bytes of each temporary block that torch's CUDA kernel allocates besides `out`.
+    """Compute the bytes of each temporary block of torch's CUDA kernel, without `out`.
 
     Sources: `setReduceConfig` (aten/src/ATen/native/cuda/Reduce.cuh) and
     `embedding_backward_cuda_kernel` (EmbeddingBackwardKernel.cu) in torch 2.11, checked against the

@@ -225,7 +225,7 @@ class Ledger(TorchDispatchMode):
         """Return the storages that were allocated at this clock."""
         return [record for record in self.records if record.born < clock <= record.died]
 
-    # ---- where things are made ----
+    # ---- device and phase of allocations ----
 
     def kernel(self) -> contextlib.AbstractContextManager[None]:
         """Ignore tensors that are allocated and freed in this context: one fused kernel."""
@@ -320,7 +320,7 @@ class Ledger(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and isinstance(args[0], FakeTensor):  # most calls: autograd asks for it
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # most calls: autograd reads it
             return _META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         wrapped = next(
             (

@@ -47,7 +47,7 @@ VOCABULARY = "--pipeline-vocab-parallel"
 class Remedy:
     """Flags, and the estimated peak of every pipeline rank with them."""
 
-    flags: dict[str, Any]  # as `Command.having` takes them
+    flags: dict[str, Any]  # arguments of `Command.having`
     peak_bytes: tuple[float, ...]
 
     @property

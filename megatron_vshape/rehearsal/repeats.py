@@ -1,4 +1,4 @@
-"""1F1B until it repeats: two equal microbatches of its steady state stand for all further ones."""
+"""1F1B until it repeats: two equal microbatches of its steady state represent all further ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REMEMBERS = (
 """Options of Megatron with which a microbatch may depend on the number of those before it."""
 
 _MORE = 3
-"""Microbatches beyond those in flight: the first backward differs, as it may allocate for the whole
+"""Microbatches beyond those in flight: the first backward differs, as it may allocate for the full
 step and frees no gradient of an earlier one; two are compared; the last receives no input."""
 
 

@@ -390,7 +390,7 @@ def _words(action: Action, value: Any) -> list[str] | None:
             option for option in action.option_strings if option.startswith("--no-") != bool(value)
         ]
         return flags[:1]
-    if action.nargs == 0:  # a switch: its constant is what it sets
+    if action.nargs == 0:  # a switch: it sets its constant
         if isinstance(value, bool):
             return [flag] if action.const is value else None if action.default is value else []
         return None

@@ -90,7 +90,7 @@ class Scale:
     traced: int
     ranks: int  # of the pipeline
     chunks: int
-    graphs: bool = False  # of a whole step: the host starts no kernels
+    graphs: bool = False  # of a full step: the host starts no kernels
     host_waits: bool = False  # for numbers of tokens: the host cannot run ahead of the GPU
     experts_hidden: bool = False  # --overlap-moe-expert-parallel-comm
     attention_in_8_bits: bool = False  # no flag of Megatron-LM sets it, but a recipe may
@@ -201,7 +201,7 @@ def _attention_s(work: Work, gpu: Gpu, rates: Rates, in_8_bits: bool) -> float:
 
 
 def _rate_of_format(name: str, gpu: Gpu, rates: Rates) -> tuple[float, float, float]:
-    """Return bytes of a number, the stated rate, and what is reached of it."""
+    """Return bytes of a number, the rate of the data sheet, and the achieved fraction."""
     if name == "nvfp4":
         return 0.5, gpu.flops_in_4_bits, rates.four
     if name.endswith("fp8"):

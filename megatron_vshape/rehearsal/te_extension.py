@@ -165,6 +165,6 @@ def _version_in(directory: Path) -> str:
     for metadata_folder in directory.glob("transformer_engine-*.dist-info"):
         return metadata_folder.name.split("-")[1].removesuffix(".dist")
     raise FileNotFoundError(
-        f"{directory} has no version of Transformer Engine beside its folder transformer_engine: "
+        f"{directory} has no version of Transformer Engine next to its folder transformer_engine: "
         "neither build_tools/VERSION.txt, as a checkout, nor a .dist-info, as an unpacked wheel"
     )

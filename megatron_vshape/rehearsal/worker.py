@@ -66,7 +66,7 @@ def prepare(megatron: str | None, te: str | None) -> None:
     for name in _IMPORTED_ONCE:
         importlib.import_module(name)
     with contextlib.suppress(ModuleNotFoundError):  # not in every release
-        # It imports transformers, which takes as long as all else in a small dry run.
+        # It imports transformers, which lasts as long as the rest of a small dry run.
         importlib.import_module("megatron.core.tokenizers.text")
     gc.enable()
     gc.collect()

@@ -123,7 +123,7 @@ def test_w_gathers_the_inputs_that_b_keeps_sharded(warm: Warm, tmp_path: Path) -
     }
     # a layer's column-parallel inputs in W alone, its row-parallel gradients in both
     assert number == {"B": 2 * LAYERS // 4, "W": 4 * LAYERS // 4}
-    # Left after F and B: the shards of these four, two messages, and activations that only this rank has.
+    # Left after F and B: shards of these four, two messages, and activations of this rank alone.
     two_bytes_a_part = 2 * TOKENS * LAYERS // 4
     values = (4 + 2) * HIDDEN + 3 * HIDDEN + HIDDEN + 2 * VOCABULARY
     assert ran["F"]["adds_bytes"] + ran["B"]["adds_bytes"] == two_bytes_a_part * values
