@@ -113,7 +113,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Estimate the configurations, print the comparison and the recommendation, and return 0."""
     _check(options)
-    keep = _parse_keep(options.keep)
+    keep = [name for name in options.keep.split(",") if name]
+    for name in keep:
+        if name not in KEEP:
+            raise ScheduleError(f"--keep {name!r:.40} is not one of {', '.join(KEEP)}")
     subject = Subject.of_command(options.command, "")
     check_schedule_flags(subject.command)
     fetch_missing(options, subject.command)
@@ -220,14 +223,6 @@ def _check(options: argparse.Namespace) -> None:
         )
     check_installed("advise", "estimate", "torch")
     check_targets(options, {"export": (".json",), "json": (".json",)})
-
-
-def _parse_keep(text: str) -> list[str]:
-    names = [name for name in text.split(",") if name]
-    for name in names:
-        if name not in KEEP:
-            raise ScheduleError(f"--keep {name!r:.40} is not one of {', '.join(KEEP)}")
-    return names
 
 
 def _case_of(command: Command, gpu: Gpu) -> str:

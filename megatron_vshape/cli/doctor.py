@@ -7,7 +7,7 @@ import platform
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_vshape import __version__
@@ -283,10 +283,6 @@ def _format_refusals(refusals: "Iterable[Refusal]") -> str:
         names = options.setdefault(refusal.why, [])
         if name not in names:  # releases of Megatron have several attributes for one option
             names.append(name)
-    return _format_reasons(options)
-
-
-def _format_reasons(options: Mapping[str, Iterable[str]]) -> str:
     lines = []
     for why, names in options.items():
         lines.append(why)

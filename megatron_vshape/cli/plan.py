@@ -62,7 +62,6 @@ from megatron_vshape.core.request import (
     SAME,
     SLICES,
     SUFFIXES,
-    BaselineSpec,
     EvaluatedSchedule,
     PlanRequest,
     PlanResult,
@@ -129,7 +128,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--offload",
-        type=_copy_time,
+        type=number_of("a time above 0, as in 1.5", ABOVE_0),
         metavar="T",
         help="Allow offloading to host memory; time to copy a chunk in one direction, in F",
     )
@@ -194,14 +193,6 @@ def _slice_counts(text: str) -> int | tuple[int, ...]:
     return slice_counts[0] if len(slice_counts) == 1 else slice_counts
 
 
-def _copy_time(text: str) -> float:
-    """Parse the time of a copy to host memory, in F."""
-    value = float_or_nan(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time above 0, as in 1.5")
-    return value
-
-
 def _add_search(parser: argparse.ArgumentParser) -> None:
     add = group(parser, SEARCH).add_argument
     add(
@@ -237,7 +228,9 @@ def run(options: argparse.Namespace) -> int:
     """Plan, compare, write the files, and return 0."""
     _check(options)
     measured = None if options.costs is None else _measured(options.costs, options.layers)
-    if measured is not None and _in_chunks(options):
+    is_in_chunks = not math.isnan(float_or_nan(options.memory_limit or ""))
+    if measured is not None and (options.frontier is not None or is_in_chunks):
+        # Limits in chunks are of activations: costs without static memory are used.
         measured = measured.of_activations()
     costs = _costs(options, measured)
     request, units = _request(options, costs, measured), UnitFormat.of(costs, options)
@@ -306,14 +299,6 @@ def _searched(
     if budget.stopped():
         compared += "\nfurther rows skipped (time limit)"
     return result, compared
-
-
-def _format_layers(request: PlanRequest, result: PlanResult) -> list[tuple[str, str]]:
-    """Format the layers per stage as the training flag, if the plan has balanced them."""
-    layers = result.costs.layers
-    if request.layers is None or layers is None:
-        return []
-    return [("layers", f"--pipeline-layer-split {','.join(map(str, layers))}")]
 
 
 def _cut_short(request: PlanRequest, budget: Budget) -> tuple[PlanResult, str]:
@@ -461,22 +446,14 @@ def _limit(options: argparse.Namespace, request: PlanRequest, in_bytes: bool) ->
     Raises:
         ScheduleError: not a limit, GiB without a costs file, or nothing is left.
     """
-    limit = _given_limit(options.memory_limit, request, in_bytes)
-    return limit - headroom_of(options.headroom, limit, in_bytes)
-
-
-def _in_chunks(options: argparse.Namespace) -> bool:
-    """Return whether limits are in chunks, so that costs without static memory are used."""
-    limit = float_or_nan(options.memory_limit or "")
-    return options.frontier is not None or not math.isnan(limit)
-
-
-def _given_limit(text: str | None, request: PlanRequest, in_bytes: bool) -> float:
+    text: str | None = options.memory_limit
     name = (text or "1f1b").partition(":")[0]
     if text is None or name in EVERY_NAME or Path(name).suffix in SUFFIXES:
-        return max(limits_of(replace(request, limit=text)))
-    alternative = ", nor a schedule such as interleaved-1f1b:4"
-    return _memory("--memory-limit", text, request, in_bytes, alternative)
+        limit = max(limits_of(replace(request, limit=text)))
+    else:
+        alternative = ", nor a schedule such as interleaved-1f1b:4"
+        limit = _memory("--memory-limit", text, request, in_bytes, alternative)
+    return limit - headroom_of(options.headroom, limit, in_bytes)
 
 
 def _memory(
@@ -554,7 +531,9 @@ def _print(request: PlanRequest, result: PlanResult, limit: float, units: UnitFo
     ]
     if units.in_bytes:
         lines += labelled("costs", overhead_lines(result.costs))
-    lines += _format_layers(request, result)
+    layers = result.costs.layers
+    if request.layers is not None and layers is not None:  # the plan has balanced them
+        lines.append(("layers", f"--pipeline-layer-split {','.join(map(str, layers))}"))
     for label, value in lines:
         print(f"{label:<16}{value}")
 
@@ -677,23 +656,19 @@ def _row(
     else:
         over = max(peak - limit for peak, limit in zip(evaluated.peak, result.limits, strict=True))
         why = f"{memory(over)} above the limit"
+    baseline, schedule = evaluated.baseline, result.schedule
+    is_rejected = baseline and why_not_stock(
+        baseline.name, schedule.num_devices, schedule.unsliced_microbatches
+    )
     peak, idle = memory(max(evaluated.peak)), percent(evaluated.timeline.mean_idle)
     return [
-        str(evaluated.baseline),
+        str(baseline),
         str(evaluated.schedule.num_chunks),
         peak,
         time(value),
         idle,
-        why + _note(evaluated.baseline, result),
+        why + (f"; {NOT_STOCK}" if is_rejected else ""),
     ]
-
-
-def _note(baseline: BaselineSpec | None, result: PlanResult) -> str:
-    """Return a remark if stock Megatron rejects the schedule for these sizes."""
-    schedule = result.schedule
-    microbatches = schedule.unsliced_microbatches
-    rejected = baseline and why_not_stock(baseline.name, schedule.num_devices, microbatches)
-    return f"; {NOT_STOCK}" if rejected else ""
 
 
 def _recommended(result: PlanResult) -> str:

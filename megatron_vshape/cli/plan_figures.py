@@ -42,9 +42,15 @@ def run_frontier(request: PlanRequest, path: Path, seconds: float | None, units:
     rows = _frontier_rows(points, published, units)
     unit, size = ("GiB", GIB) if units.in_bytes else ("chunks", units.chunk)
     drawn = frontier_figure(points, published, f"memory limit, {unit}", 1 / size)
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
     outputs = [
         Output("--frontier", path, partial(save, drawn)),
-        Output("--frontier", path.with_suffix(".csv"), partial(_write_csv, rows)),
+        Output(
+            "--frontier",
+            path.with_suffix(".csv"),
+            lambda target: target.write_text(text.getvalue(), encoding="utf-8", newline=""),
+        ),
     ]
     write_all(outputs)
     print(table(rows))
@@ -94,12 +100,6 @@ def _frontier_rows(
         name, slower = plain(point.schedule.name), percent(point.value / fastest - 1)
         rows.append([name, limit, peak, value, slower, bound])
     return rows
-
-
-def _write_csv(rows: Sequence[Sequence[str]], path: Path) -> None:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    path.write_text(text.getvalue(), encoding="utf-8", newline="")
 
 
 def write_page(

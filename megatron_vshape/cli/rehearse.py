@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,9 @@ def run(options: argparse.Namespace) -> int:
     _check_costs_are_known(command)
     if options.costs is not None:
         return _write_costs(command, config, sizes, stages, options)
-    runs = _runs(command, options, sizes)
+    runs = {"": command}
+    if command.has(SCHEDULE) and not options.alone and sizes.pipeline > 1:
+        runs["Megatron's own schedule"] = command.of_megatron()  # the baseline
     jobs = [
         config.job(run_command, sizes, stage, name)
         for name, run_command in runs.items()
@@ -195,14 +198,6 @@ def _check_costs_are_known(command: Command) -> None:
             "--pipeline-schedule auto measures its costs in a run, and nothing is "
             "measured here: add --pipeline-costs FILE, or name a schedule"
         )
-
-
-def _runs(command: Command, options: argparse.Namespace, sizes: Sizes) -> dict[str, Command]:
-    """Return the commands to estimate: the user's, and without our schedule as the baseline."""
-    runs = {"": command}
-    if command.has(SCHEDULE) and not options.alone and sizes.pipeline > 1:
-        runs["Megatron's own schedule"] = command.of_megatron()
-    return runs
 
 
 def _found(
@@ -287,7 +282,11 @@ def _write(
         text = json.dumps(content, indent=1) + "\n"
         outputs.append(Output("--json", options.json, lambda path: _write_text(path, text)))
     if options.save is not None:
-        outputs.append(_timeline(reports, options.save, gpu.memory_bytes))
+        from megatron_vshape.view.rank_memory import memory_figure
+
+        curves = {f"rank {rank_report.stage}": rank_report.curve for rank_report in reports}
+        figure, suffix = memory_figure(curves, gpu.memory_bytes), options.save.suffix[1:]
+        outputs.append(Output("--save", options.save, partial(figure.savefig, format=suffix)))
     write_all(outputs)
     for output in outputs:
         print(f"wrote {output.path}")
@@ -357,11 +356,3 @@ def _rank(rank_report: RankReport) -> dict[str, Any]:
     plain = rank_report.to_json()
     fields = {key: value for key, value in plain.items() if key not in ("rank", "stage", "name")}
     return {"rank": rank_report.stage, "global_rank": rank_report.rank, **fields}
-
-
-def _timeline(reports: Sequence[RankReport], path: Path, limit_bytes: int) -> Output:
-    from megatron_vshape.view.rank_memory import memory_figure
-
-    curves = {f"rank {rank_report.stage}": rank_report.curve for rank_report in reports}
-    figure = memory_figure(curves, limit_bytes)
-    return Output("--save", path, lambda target: figure.savefig(target, format=path.suffix[1:]))

@@ -133,7 +133,12 @@ def run(options: argparse.Namespace) -> int:
     time = partial(time_text, in_us=measured is not None)
     with report_progress(time) as progress:
         requests = _requests(names, options, measured)
-        results = [_result(request, Budget(report=progress.search)) for request in requests]
+        results = []
+        for request in requests:
+            result = plan_request(request, Budget(report=progress.search))
+            timeline = simulate(result.schedule, result.costs)
+            numbers = numbers_of(timeline, None if measured is None else result.costs)
+            results.append(_Result(result.block, timeline, result.costs, numbers, measured))
     outputs = _outputs(options, results)
     write_all(outputs)
     if options.compare:
@@ -198,13 +203,6 @@ def _requests(
         )
         for schedule in schedules.values()
     ]
-
-
-def _result(request: PlanRequest, budget: Budget) -> _Result:
-    result, measured = plan_request(request, budget), request.costs
-    timeline = simulate(result.schedule, result.costs)
-    numbers = numbers_of(timeline, None if measured is None else result.costs)
-    return _Result(result.block, timeline, result.costs, numbers, measured)
 
 
 def _outputs(options: argparse.Namespace, results: Sequence[_Result]) -> list[Output]:
@@ -292,7 +290,9 @@ def _lines(result: _Result) -> list[tuple[str, str]]:
     chunks = (
         f"{fixed(max(numbers.peak_chunks))} chunks of 1/{2 * result.schedule.num_devices} model"
     )
-    peak, by_device = [chunks], [_by_device(numbers.peak_chunks)]
+    peaks = [fixed(num_chunks) for num_chunks in numbers.peak_chunks]
+    by_device = [" ".join(peaks) if len(set(peaks)) > 1 else f"{peaks[0]} on every rank"]
+    peak = [chunks]
     if numbers.peak_bytes is not None:
         peak.insert(0, f"{fixed(max(numbers.peak_bytes) / GIB)} GiB")
     if result.costs.state_bytes is not None:
@@ -310,9 +310,3 @@ def _lines(result: _Result) -> list[tuple[str, str]]:
             f"{messages} P2P messages per microbatch, {share:.3g}x 1F1B",
         ),
     ]
-
-
-def _by_device(peaks: Sequence[float]) -> str:
-    """Format the peak of every rank, or one number if all are equal."""
-    texts = [fixed(peak) for peak in peaks]
-    return " ".join(texts) if len(set(texts)) > 1 else f"{texts[0]} on every rank"

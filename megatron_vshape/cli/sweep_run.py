@@ -48,7 +48,11 @@ def run(options: argparse.Namespace) -> int:
     chosen = prune(predictions, loaded.sweep.pruning)
     _print_dropped(chosen.dropped, "not worth a run", options.verbose)
     if not chosen.run:
-        raise ScheduleError(f"{options.file}: {_why_nothing_fits(predictions)}")
+        closest = min(predictions, key=lambda prediction: prediction.peak_bytes or float("inf"))
+        raise ScheduleError(
+            f"{options.file}: none of the {len(predictions)} combinations fits; the closest is "
+            f"{closest.configuration}, which {closest.reason}"
+        )
     if options.dry_run:
         from megatron_vshape.tuning.launcher import dry_run  # imports submitit
 
@@ -149,14 +153,6 @@ def _print_dropped(dropped: Sequence[Dropped], what: str, verbose: bool) -> None
             print(
                 f"    {'' if verbose else 'such as '}{rejection.configuration}: {rejection.reason}"
             )
-
-
-def _why_nothing_fits(predictions: Sequence[Prediction]) -> str:
-    closest = min(predictions, key=lambda prediction: prediction.peak_bytes or float("inf"))
-    return (
-        f"none of the {len(predictions)} combinations fits; the closest is "
-        f"{closest.configuration}, which {closest.reason}"
-    )
 
 
 def _launch(

@@ -500,7 +500,7 @@ def test_a_grid_has_the_same_rows() -> None:
     model = subject(LAYERS_36)
     advice = make_advice(model, Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0))
     command_config = advice.command_config
-    advice.grid = [_named(command_config, name) for name in ("1f1b", "v-half", "v-zb")]
+    advice.grid = [replace(command_config, schedule=name) for name in ("1f1b", "v-half", "v-zb")]
     rows = advice.rows()
     assert list(rows) == ["today", "stock", "best", "least", "fsdp"]
     best, stock, least_memory = rows["best"], rows["stock"], rows["least"]
@@ -511,10 +511,6 @@ def test_a_grid_has_the_same_rows() -> None:
     assert (stock.configuration.schedule, best.configuration.schedule) == ("1f1b", "v-zb")
     assert least_memory.peak_bytes <= best.peak_bytes
     assert step(best) < step(stock)
-
-
-def _named(config: Configuration, name: str) -> Configuration:
-    return replace(config, schedule=name)
 
 
 SMALL = """--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 64
