@@ -59,7 +59,7 @@ from megatron_vshape.tuning.predictor import Counts, Prediction, Predictor, Verd
 MOST_SHAPES = 16
 """Maximum number of configurations next to the command's to estimate."""
 
-KEEP = ("recompute", *SIZES.values())
+_KEEP = ("recompute", *SIZES.values())
 PLANNED = "planned schedule"
 
 
@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep",
         default="",
         metavar="NAMES",
-        help=f"Settings not to change, with commas: {', '.join(KEEP)} (default: none)",
+        help=f"Settings not to change, with commas: {', '.join(_KEEP)} (default: none)",
     )
     search.add_argument(
         "--seconds",
@@ -115,8 +115,8 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     keep = [name for name in options.keep.split(",") if name]
     for name in keep:
-        if name not in KEEP:
-            raise ScheduleError(f"--keep {name!r:.40} is not one of {', '.join(KEEP)}")
+        if name not in _KEEP:
+            raise ScheduleError(f"--keep {name!r:.40} is not one of {', '.join(_KEEP)}")
     subject = Subject.of_command(options.command, "")
     check_schedule_flags(subject.command)
     fetch_missing(options, subject.command)
@@ -427,7 +427,7 @@ def _flags(advice: Advice, options: argparse.Namespace, rows: Rows, row: Predict
     if row is rows["best"] and row.schedule and (options.export or not has_name):
         target = str(options.export or "plan.json (written by --export plan.json)")
     elif not has_name:
-        keep = "--keep " + ",".join(KEEP)
+        keep = "--keep " + ",".join(_KEEP)
         target = f"plan.json (written by advise {keep} --export plan.json with these sizes)"
     if advice.predictor.post_validation:
         words += POST_VALIDATION

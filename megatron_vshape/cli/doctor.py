@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from megatron_vshape.mcore.hooks.registry import Finding
     from megatron_vshape.mcore.refusals import Refusal
 
-DISTRIBUTION = "megatron-vshape"
-BY_SCHEDULE = ("SCHEDULE", "CHUNKS")
+_DISTRIBUTION = "megatron-vshape"
+_BY_SCHEDULE = ("SCHEDULE", "CHUNKS")
 """Tables of `mcore.refusals` that apply to any schedule."""
 
-HANGING_NCCL = (2, 30, 7)
+_HANGING_NCCL = (2, 30, 7)
 NCCL_WARNING = (
     "NCCL 2.30.7: a public report (NVIDIA/jaxpp issue 11) has an 8-GPU pipeline that hangs with it "
     "and finishes with 2.31.2. We have not verified this; if a run hangs, upgrade NCCL."
 )
 MISSING = "not installed"
-DEVELOPERS_EXTRAS = ("browser", "docs", "dev")
-DOES_NOT_FIT = 1
+_DEVELOPERS_EXTRAS = ("browser", "docs", "dev")
+_DOES_NOT_FIT = 1
 WIDTH = 100
 
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the report; return 0, or 1 if a hook does not fit."""
-    print(f"{DISTRIBUTION} {__version__}")
+    print(f"{_DISTRIBUTION} {__version__}")
     print(_section("versions", _two_columns([*_versions(), *_extras()])))
     warnings = list(_warnings())
     if warnings:
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         print("\nhooks and options of each feature: megatron-vshape doctor --verbose")
     if faults:
         print(f"\ndoes not fit: {faults[0]}")
-        return DOES_NOT_FIT
+        return _DOES_NOT_FIT
     ready = "ready to train" if is_installed("megatron.core") else "ready to plan and draw"
     print(f"\n{ready}")
     return 0
@@ -143,7 +143,7 @@ def _devices() -> Iterator[tuple[str, str]]:
 def _extras() -> Iterator[tuple[str, str]]:
     """Yield the packages of every extra and their versions, by the package metadata."""
     try:
-        requirements = importlib.metadata.requires(DISTRIBUTION) or []
+        requirements = importlib.metadata.requires(_DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         return
     extras: dict[str, list[str]] = {}
@@ -153,7 +153,7 @@ def _extras() -> Iterator[tuple[str, str]]:
         if extra is not None and name is not None:
             extras.setdefault(extra[1], []).append(name[0])
     for title, names in extras.items():
-        if title in DEVELOPERS_EXTRAS:
+        if title in _DEVELOPERS_EXTRAS:
             continue
         yield f"extra {title}", ", ".join(f"{name} {_version(name)}" for name in names)
 
@@ -164,7 +164,7 @@ def _warnings() -> Iterator[str]:
         import torch
 
         with contextlib.suppress(RuntimeError, AttributeError):
-            if torch.version.cuda is not None and torch.cuda.nccl.version() == HANGING_NCCL:
+            if torch.version.cuda is not None and torch.cuda.nccl.version() == _HANGING_NCCL:
                 yield NCCL_WARNING
 
 
@@ -229,7 +229,7 @@ def _options() -> str:
     for rule in TRANSLATIONS:
         for name in rule.names:
             rows["--" + name.replace("_", "-")] = rule.becomes
-    for refusal in (refusal for name in BY_SCHEDULE for refusal in REFUSALS[By[name]]):
+    for refusal in (refusal for name in _BY_SCHEDULE for refusal in REFUSALS[By[name]]):
         name = f"{refusal.option} (some values)" if refusal.shows_value else refusal.option
         fix = f". {refusal.fix}" if refusal.fix else ""
         rows.setdefault(name, f"rejected: {refusal.why}{fix}")

@@ -19,7 +19,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 
 PROGRAM = "megatron-vshape"
 FAILED = 2
-INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
+_INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
 
 COMMANDS = {
     "advise": "compare a training command with the best of stock Megatron and of this package",
@@ -36,7 +36,7 @@ COMMANDS = {
 `add_arguments(parser)` adds its arguments; `run(options)` runs it and returns the exit status, or
 raises ScheduleError."""
 
-YOUNG_OBJECTS = 100_000
+_YOUNG_OBJECTS = 100_000
 """Objects allocated between garbage collections: schedules are millions of acyclic tuples."""
 
 
@@ -63,7 +63,7 @@ def _unknown_arguments(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status: 0, or 2 with one sentence on stderr."""
-    gc.set_threshold(YOUNG_OBJECTS)
+    gc.set_threshold(_YOUNG_OBJECTS)
     status = _status(sys.argv[1:] if arguments is None else list(arguments))
     if arguments is None and any(thread.name == SEARCH for thread in threading.enumerate()):
         # A stopped search thread may still run, and Python would wait for it at exit.
@@ -82,7 +82,7 @@ def _status(arguments: Sequence[str]) -> int:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return _INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         _drop_output()
         return 0

@@ -15,7 +15,7 @@ from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.rehearsal.flags import FILES, VARIABLES, Command, read_command
 from megatron_vshape.rehearsal.sources import OWN
 
-IN_TERMINAL = "in a terminal: megatron-vshape rehearse -- COMMAND"
+_IN_TERMINAL = "in a terminal: megatron-vshape rehearse -- COMMAND"
 
 _PATTERNS = (hybrid.FLAG, "--hybrid-override-pattern", "--mtp-hybrid-override-pattern")
 _PATH = re.compile(r"[/\\]|\.(json|csv|ya?ml|py)$")
@@ -32,7 +32,7 @@ def safe_words(text: str) -> list[str]:
     if name not in OWN:
         raise ScheduleError(
             f"the page runs no script but {', '.join(OWN)}, and the command names "
-            f"{command.script}. Estimate it {IN_TERMINAL}"
+            f"{command.script}. Estimate it {_IN_TERMINAL}"
         )
     # Flags in FILES are removed before a dry run; a pattern separates its parts by slashes.
     checked_command = command.without(lambda flag: flag in FILES or flag in _PATTERNS)
@@ -43,12 +43,12 @@ def safe_words(text: str) -> list[str]:
         if _PATH.search(word):
             raise ScheduleError(
                 f"the page reads no files, and the command names {word!r:.80}. Estimate it "
-                f"{IN_TERMINAL}"
+                f"{_IN_TERMINAL}"
             )
     if not (checked_command.value("--spec") or "megatron.").startswith("megatron."):
         raise ScheduleError(
             "the page imports no modules but Megatron's, and --spec is "
-            f"{checked_command.value('--spec')!r}. Estimate it {IN_TERMINAL}"
+            f"{checked_command.value('--spec')!r}. Estimate it {_IN_TERMINAL}"
         )
     set_before = [f"{name}={value}" for name, value in variables.items()]
     launched = [word for pair in command.launched.items() for word in pair]

@@ -84,17 +84,17 @@ from megatron_vshape.view.text import columns, picture, wants_colour
 MOST_CHUNKS = 12
 """Default maximum of chunks per rank."""
 
-BASE_CHUNKS = 4
+_BASE_CHUNKS = 4
 """Chunks per rank of the searched plan, if the layers allow."""
 
-FIRST_SHARE = 0.5
+_FIRST_SHARE = 0.5
 """Share of --seconds for the search; the comparison needs the rest."""
 
 Text = Callable[[float], str]
 
 HEADING = ["schedule", "chunks per rank", "peak", "step time", "mean idle", ""]
 TIME = HEADING.index("step time")
-RUNNERS_UP = 3
+_RUNNERS_UP = 3
 """Number of rows within the limit below the recommended one."""
 
 _TARGETS = {"export": SUFFIXES, "html": (".html",), "frontier": FIGURE_SUFFIXES}
@@ -347,7 +347,7 @@ def _request(
         chunks=tuple(range(1, (options.chunks or MOST_CHUNKS) + 1)),
         objective=options.objective,
         slices=options.slices or 1,
-        seconds=None if options.seconds is None else options.seconds * FIRST_SHARE,
+        seconds=None if options.seconds is None else options.seconds * _FIRST_SHARE,
         layers=_pieces(options, measured),
     )
     return replace(request, moved_limit=_in_host(options, request))
@@ -416,8 +416,8 @@ def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
         pieces, num_layers = split
         counts = (
             num_chunks
-            for num_chunks in (BASE_CHUNKS, 2)
-            if num_chunks <= (max_chunks or BASE_CHUNKS)
+            for num_chunks in (_BASE_CHUNKS, 2)
+            if num_chunks <= (max_chunks or _BASE_CHUNKS)
         )
         chunks = next(
             (num_chunks for num_chunks in counts if num_chunks * devices <= num_layers + 2), 1
@@ -430,7 +430,7 @@ def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
             return costs_of_stages(measured.num_stages, "a plan") if shares else measured
     total = options.layers if measured is None else measured.num_stages
     # even numbers first: the V placement needs one
-    for chunks in (BASE_CHUNKS, 2, *range(6, MOST_CHUNKS + 1, 2), 3, 1):
+    for chunks in (_BASE_CHUNKS, 2, *range(6, MOST_CHUNKS + 1, 2), 3, 1):
         if chunks <= (max_chunks or MOST_CHUNKS) and (total or 0) % (chunks * devices) == 0:
             check_size(chunks * devices, options.microbatches)
             return costs_of_stages(chunks * devices, "a plan")
@@ -613,7 +613,7 @@ def _worth_showing(rows: Sequence[_TableRow], best: float) -> list[_TableRow]:
     shown: list[_TableRow] = []
     for row in rows:
         first = row.family not in families
-        helps = first and row.value < best if row.out else len(shown) < RUNNERS_UP
+        helps = first and row.value < best if row.out else len(shown) < _RUNNERS_UP
         if helps or (first and row.family in MEGATRONS_OWN):
             shown.append(row)
             families.add(row.family)

@@ -17,7 +17,7 @@ from megatron_vshape.core.request import PlanRequest, PlanResult
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import GIB, base_peak, fixed, percent, table
 
-LAST_LIMIT_S = 30.0
+_LAST_LIMIT_S = 30.0
 """Seconds for the search of a frontier's current limit to end after Ctrl-C."""
 
 
@@ -70,7 +70,7 @@ def _followed(
         progress.line(f"{text} {percent(point.bubble)}")
 
     work = partial(frontier, request, limits, report, budget)
-    budget.run(work, lambda best: None, grace_s=LAST_LIMIT_S)
+    budget.run(work, lambda best: None, grace_s=_LAST_LIMIT_S)
     if budget.interrupted and not points:
         raise KeyboardInterrupt
     if budget.interrupted:

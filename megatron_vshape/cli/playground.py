@@ -6,8 +6,8 @@ import socket
 from megatron_vshape.cli.files import check_installed
 from megatron_vshape.core.model.kinds import ScheduleError
 
-PORT = 8765
-ADDRESS = "127.0.0.1"
+_PORT = 8765
+_ADDRESS = "127.0.0.1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,9 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port",
         type=_port,
-        default=PORT,
+        default=_PORT,
         metavar="N",
-        help=f"Port; 0: any free port (default: {PORT})",
+        help=f"Port; 0: any free port (default: {_PORT})",
     )
     parser.add_argument("--open", action="store_true", help="Open the page in the browser")
 
@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
     check_installed("the playground", "playground", "starlette", "uvicorn")
     listener = _listen(options.port)
     port = listener.getsockname()[1]
-    url = f"http://{ADDRESS}:{port}/"
+    url = f"http://{_ADDRESS}:{port}/"
     print(f"the playground is at {url}  (Ctrl-C ends it)", flush=True)
     if options.open:
         import webbrowser
@@ -65,7 +65,7 @@ def _listen(port: int) -> socket.socket:
     listener = socket.socket()
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((ADDRESS, port))
+        listener.bind((_ADDRESS, port))
         listener.listen()
     except OSError as error:
         listener.close()

@@ -32,7 +32,7 @@ from megatron_vshape.tuning.report import (
 )
 from megatron_vshape.tuning.results import key_of, open_results, read_results
 
-NONE_ENDED_WELL = 1
+_ALL_RUNS_FAILED = 1
 """Exit status if runs were launched but none succeeded."""
 
 
@@ -185,7 +185,7 @@ def _launch(
     print(f"results: {path}, {table}")
     if run_results and not any(row.best_mfu for row in rows):
         print("no run has ended well")
-        return NONE_ENDED_WELL
+        return _ALL_RUNS_FAILED
     return 0
 
 

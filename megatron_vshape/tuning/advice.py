@@ -37,7 +37,7 @@ from megatron_vshape.tuning.configurations import (
 )
 from megatron_vshape.tuning.predictor import TIME_LIMIT, Prediction, Predictor, Verdict, step
 
-PLANNED_SHAPES = 3
+_MAX_PLANNED_CONFIGS = 3
 """Maximum number of other configurations to plan for, the best first."""
 
 NEAR = 0.02
@@ -46,7 +46,7 @@ NEAR = 0.02
 FLAGS_OF_SCHEDULE = SCHEDULE, LAYER_SPLIT, SHARDED_OUTPUT
 """Flags of this package that determine the row of a command."""
 
-VIRTUAL_STAGES = (
+_VIRTUAL_STAGES = (
     "--num-virtual-stages-per-pipeline-rank",
     "--num-layers-per-virtual-pipeline-stage",
 )
@@ -102,7 +102,7 @@ class Advice:
         stock += [today] if today.is_stock else []
         rows: Rows = {"today": today}
         rows["stock"] = min(filter(_fits, stock), key=step, default=None)
-        seconds = self.seconds / PLANNED_SHAPES
+        seconds = self.seconds / _MAX_PLANNED_CONFIGS
         # A configuration that does not fit is no baseline: any plan that fits is better.
         same_sizes = self._with_package(
             self.command_config, seconds, step(today) if today.fits else math.inf
@@ -112,7 +112,7 @@ class Advice:
         for config in sorted(self.neighbors, key=least_s.__getitem__):
             fastest = min(map(step, best), default=math.inf)
             # Sorted by lower bound: none of the remaining configurations can be faster.
-            if planned == PLANNED_SHAPES or least_s[config] > fastest:
+            if planned == _MAX_PLANNED_CONFIGS or least_s[config] > fastest:
                 break
             prediction = self._with_package(config, seconds, fastest)
             if prediction is not None:
@@ -332,7 +332,7 @@ def _with_virtual_stages(command: Command, name: str | None) -> Command:
     Raises:
         ScheduleError: another flag defines their number, too.
     """
-    has_chunks = any(map(command.has, VIRTUAL_STAGES))
+    has_chunks = any(map(command.has, _VIRTUAL_STAGES))
     if name is None or (name == "interleaved-1f1b" and has_chunks):
         return command
     if has_chunks:

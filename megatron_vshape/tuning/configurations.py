@@ -27,7 +27,7 @@ ADAPTIVE = "adaptive"
 MAX_PASSES = 2_000_000
 """Maximum passes of a step on all devices, which are generated and simulated for a prediction."""
 
-MOST_SHARED = 4_000
+_MAX_VOCAB_PARALLEL_PASSES = 4_000
 """Maximum forward passes per step for which vocabulary parallelism is evaluated (minutes above)."""
 
 NONE, FULL, GIVEN = "none", "full", "given"
@@ -236,7 +236,10 @@ class Configuration:
     def with_features(self, subject: Subject) -> Iterator["Configuration"]:
         """Yield the configuration with each feature that may make published schedules faster."""
         stages = 2 * self.pipeline_parallel
-        few = stages <= subject.layers and stages * self.num_microbatches <= MOST_SHARED
+        few = (
+            stages <= subject.layers
+            and stages * self.num_microbatches <= _MAX_VOCAB_PARALLEL_PASSES
+        )
         if few and not subject.mtp_layers:
             yield replace(self, vocab_parallel=True)
 
@@ -314,7 +317,7 @@ FLAGS = {
 }
 """Megatron's flags of the sizes."""
 
-SEQUENCE_PARALLEL = "--sequence-parallel"
+_SEQUENCE_PARALLEL = "--sequence-parallel"
 
 POST_VALIDATION = ("--optimizer-post-validation", "--rerun-mode disabled")
 """Flags of runs with post-validation: Megatron's rerun check would synchronize all ranks."""
@@ -357,7 +360,7 @@ def own_configuration(subject: Subject, num_devices: int) -> Configuration:
         data_parallel=1,
         recompute=NONE if subject.recompute == NONE else GIVEN,
         layout=Layout.AUTO,
-        sequence_parallel=sizes["tensor_parallel"] == 1 or subject.command.has(SEQUENCE_PARALLEL),
+        sequence_parallel=sizes["tensor_parallel"] == 1 or subject.command.has(_SEQUENCE_PARALLEL),
         **sizes,
     ).on_devices(num_devices)
     batch = number("--global-batch-size", config.microbatch_size * config.data_parallel)

@@ -31,17 +31,17 @@ logger = logging.getLogger(__name__)
 MAX_FILE_BYTES = 2**16
 """Larger than any sweep, model or cluster file; PyYAML reads about 50 kB per second."""
 
-MOST_NAMED = 5
+_MAX_NAMED_KEYS = 5
 """Maximum number of unknown keys in a message."""
 
-MAX_COUNT = 10**9
+_MAX_COUNT = 10**9
 """Maximum of any size or count; products of a few are still exact enough as floats."""
 
-Positive = Annotated[int, Field(gt=0, le=MAX_COUNT, strict=True)]
+Positive = Annotated[int, Field(gt=0, le=_MAX_COUNT, strict=True)]
 Rate = Annotated[float, Field(ge=1e-9, le=1e12, allow_inf_nan=False)]
 FilePath = Annotated[str, Field(min_length=1, max_length=1000)]
 
-SLURM_LISTS = ("setup", "teardown", "srun_args")
+_SLURM_LISTS = ("setup", "teardown", "srun_args")
 """Keys under `run: slurm:` with several values."""
 
 Title = Annotated[str, Field(pattern=r"^[^\[\]\p{C}]{1,100}$")]
@@ -78,8 +78,10 @@ class _File(BaseModel):
                 logger.warning("%s is ignored: %s", name, reason)
         data = {key: value for key, value in data.items() if key not in cls.REMOVED}
         if unknown := [str(key) for key in data if key not in cls.model_fields]:
-            unknown_names = ", ".join(f"{key:.60}" for key in unknown[:MOST_NAMED])
-            suffix = f" and {len(unknown) - MOST_NAMED} more" * (len(unknown) > MOST_NAMED)
+            unknown_names = ", ".join(f"{key:.60}" for key in unknown[:_MAX_NAMED_KEYS])
+            suffix = f" and {len(unknown) - _MAX_NAMED_KEYS} more" * (
+                len(unknown) > _MAX_NAMED_KEYS
+            )
             known_names = ", ".join(sorted(cls.model_fields))
             raise ValueError(
                 f"unknown key{'s' * (len(unknown) > 1)} {unknown_names}{suffix}; known: "
@@ -115,7 +117,9 @@ class ModelFile(_File):
     gated: bool = False  # two matrices into the MLP, as SwiGLU has
     experts: ExpertsPart | None = None
     vocabulary_size: Positive
-    mtp_layers: Annotated[int, Field(ge=0, le=MAX_COUNT, strict=True)] = 0  # multi-token prediction
+    mtp_layers: Annotated[int, Field(ge=0, le=_MAX_COUNT, strict=True)] = (
+        0  # multi-token prediction
+    )
     tied_embeddings: bool = False
     dropout: bool = False  # its masks are saved for the backward
     flash_attention: bool = True  # otherwise the scores are written to memory
@@ -267,9 +271,9 @@ class RunPart(_File):
     @model_validator(mode="after")
     def _check_slurm_lists(self) -> "RunPart":
         for name, value in self.slurm.items():
-            if isinstance(value, list) != (name in SLURM_LISTS) and value is not False:
+            if isinstance(value, list) != (name in _SLURM_LISTS) and value is not False:
                 raise ValueError(
-                    f"slurm.{name:.60} is {_short(value)}, but {', '.join(SLURM_LISTS)} are lists "
+                    f"slurm.{name:.60} is {_short(value)}, but {', '.join(_SLURM_LISTS)} are lists "
                     "of commands or flags, and only they"
                 )
         return self
@@ -471,13 +475,13 @@ _CPU = """
 
 def of_model_file(model: ModelFile, on_cpu: bool, path: Path) -> Subject:
     """Convert a model file to Megatron's arguments, and log them."""
-    flags = [*model_flags(model), *_device_flags(model, on_cpu)]
+    flags = [*_model_flags(model), *_device_flags(model, on_cpu)]
     logger.info("%s as Megatron's arguments: %s", path, " ".join(flags))
     command = Command("pretrain_gpt.py", tuple(flags))
     return Subject(model.name, command, model.model_dump(mode="json"), translated=True)
 
 
-def model_flags(model: ModelFile) -> list[str]:
+def _model_flags(model: ModelFile) -> list[str]:
     """Return the trainer's flags for this GPT model, for any tokenizer."""
     options: dict[str, Any] = {
         "num-layers": model.layers,

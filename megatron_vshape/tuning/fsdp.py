@@ -26,7 +26,7 @@ NAME = "fsdp2"
 PARAMETER_BYTES, GRADIENT_BYTES = 2, 4
 """Bytes in a collective: bfloat16, and float32 unless gradients are reduced in bfloat16."""
 
-SHARDED_BYTES = 18
+_SHARDED_BYTES = 18
 """Sharded bytes of a parameter: bfloat16 and float32 copies, a gradient, two Adam moments."""
 
 FLAGS = ("--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params")
@@ -75,7 +75,7 @@ def _configurations(command_config: Configuration, predictor: Predictor) -> Iter
     counted = predictor.counts(command_config)
     pieces, shards = counted.pieces, command_config.tensor_parallel * command_config.expert_parallel
     layers = Share.total(pieces.shares).state if pieces.shares else subject.layers
-    states = layers * counted.parameters.layer * SHARDED_BYTES
+    states = layers * counted.parameters.layer * _SHARDED_BYTES
     if states * shards / machine.num_devices > predictor.allocatable_bytes(command_config):
         return
     base = replace(
@@ -107,7 +107,7 @@ def _predict(predictor: Predictor, config: Configuration) -> Prediction:
     def sharded(piece: Piece, number: float) -> Piece:
         # Not sharded: inputs that recomputed experts keep, and workspaces of the last stage.
         unsharded_state = max(0.0, piece.state_bytes - number * counted.state_bytes_per_parameter)
-        state = number * SHARDED_BYTES / ranks + unsharded_state
+        state = number * _SHARDED_BYTES / ranks + unsharded_state
         return replace(piece, state_bytes=state, dummy_bytes=0.0)
 
     layers = [share.state for share in pieces.shares] or [1.0] * predictor.subject.layers

@@ -21,7 +21,7 @@ from megatron_vshape.tuning.configurations import (
 from megatron_vshape.tuning.files import Also, Grid, Loaded, Workload
 from megatron_vshape.tuning.machine import Machine
 
-MAX_COMBINATIONS = 100_000
+_MAX_COMBINATIONS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +115,9 @@ def _halves_layers(config: Configuration, model: Subject) -> bool:
 def _check_size(grid: Grid, num_workloads: int, loaded: Loaded) -> None:
     lists = [value for _, value in grid if isinstance(value, list)]
     count = num_workloads * math.prod(map(len, lists))
-    if count > MAX_COMBINATIONS:
+    if count > _MAX_COMBINATIONS:
         raise SweepError(
-            f"{loaded.path}: the grid has {count} combinations, more than the {MAX_COMBINATIONS} "
+            f"{loaded.path}: the grid has {count} combinations, more than the {_MAX_COMBINATIONS} "
             "that are predicted; give fewer values"
         )
 

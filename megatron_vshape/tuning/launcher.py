@@ -36,10 +36,10 @@ POLL_S = 0.5
 RETRY_S = 60.0
 """Seconds after which a rejected job is submitted again, if others run."""
 
-SPARE_MINUTES = 5
+_SPARE_MINUTES = 5
 """Margin of the job's time limit over that of the run, which ends first and reads the log."""
 
-MOST_TIMES_BACK = 5
+MAX_REQUEUES = 5
 """Maximum requeues of a run; after that, its end counts as a failure."""
 
 _NO_FAULT = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
@@ -126,15 +126,15 @@ class Launcher:
             key=lambda prediction: self.results.job_in_flight(self._key(prediction)) is not None
         )
         running: list[_Running] = []
-        times_back: Counter[str] = Counter()
+        num_requeues: Counter[str] = Counter()
         with _cancel_on_interrupt(running):
             while pending or running:
                 self._fill(pending, running)
                 for run in [run for run in running if run.has_ended]:
                     running.remove(run)
-                    outcome = self._outcome(run, times_back[run.key])
+                    outcome = self._outcome(run, num_requeues[run.key])
                     if outcome is None:
-                        times_back[run.key] += 1
+                        num_requeues[run.key] += 1
                         pending.append(run.prediction)
                         self.report(f"again  {run.prediction.configuration} {run.job.state}")
                     else:
@@ -213,16 +213,16 @@ class Launcher:
         speed = "" if outcome.step_s is None else f" {outcome.step_s:.3f} s a step"
         self.report(f"{outcome.status.value:6s} {config}{speed} ({self._ended} of {self._total})")
 
-    def _outcome(self, running: _Running, times_back: int) -> Outcome | None:
+    def _outcome(self, running: _Running, num_requeues: int) -> Outcome | None:
         """Return the outcome of a run; None if it must be submitted again."""
         outcome = worker.read_outcome(running.folder, self._num_nodes)
         if outcome is not None:
             return outcome
         job = running.job
         if running.is_interrupted:
-            if times_back < MOST_TIMES_BACK:
+            if num_requeues < MAX_REQUEUES:
                 return None
-            why = f"its job was ended {times_back + 1} times before it had a result"
+            why = f"its job was ended {num_requeues + 1} times before it had a result"
             return Outcome(
                 Status.FAILED, log_tail=f"{why}, the last time {job.job_id} ({job.state})"
             )
@@ -239,7 +239,7 @@ class Launcher:
     def _executor(self, folder: Path) -> submitit.Executor:
         run, cluster = self.loaded.sweep.run, self.loaded.cluster
         jobs = folder / _JOB_FOLDER
-        minutes = run.timeout_minutes + SPARE_MINUTES
+        minutes = run.timeout_minutes + _SPARE_MINUTES
         gpus = cluster.devices_per_node if cluster.backend == "nccl" else 0
         if run.executor == "local":
             local = submitit.LocalExecutor(jobs)

@@ -34,7 +34,7 @@ from megatron_vshape.tuning.configurations import (
 from megatron_vshape.tuning.machine import Machine
 from megatron_vshape.view.numbers import GIB, format_sufficient_limit
 
-PATIENCE = 2
+_PATIENCE = 2
 """Time limit of a search with its setup and evaluation, in multiples of its search time."""
 
 TIME_LIMIT = "the time limit (--seconds) has passed"
@@ -402,7 +402,7 @@ class Predictor:
             seconds=seconds,
         )
         try:
-            result = plan_request(request, Budget(PATIENCE * seconds))
+            result = plan_request(request, Budget(_PATIENCE * seconds))
         except ScheduleError:
             return None
         name = ADAPTIVE if result.baseline is None else str(result.baseline)

@@ -15,12 +15,12 @@ from megatron_vshape.tuning.configurations import GIVEN, Configuration, SweepErr
 from megatron_vshape.tuning.files import Also, Loaded, Workload
 from megatron_vshape.tuning.grid import configuration_of
 
-APPLICATION = 0x56534850  # "VSHP": identifies results files
+_APPLICATION = 0x56534850  # "VSHP": identifies results files
 FORMAT = 1
-BUSY_S = 60.0
+_BUSY_S = 60.0
 """Seconds for which a writing sweep waits for a reading one, and vice versa."""
 
-MAX_VALUE_BYTES = 2**24
+_MAX_VALUE_BYTES = 2**24
 """Maximum bytes of one value in the file; the tail of a log has a few thousand."""
 
 
@@ -235,8 +235,8 @@ def _connect(path: Path, writing: bool) -> Iterator[sqlite3.Connection]:
     # A reader needs write access too: it may be the first to roll back a killed commit.
     uri = f"{path.absolute().as_uri()}?mode={'rwc' if writing else 'rw'}"
     try:
-        with closing(sqlite3.connect(uri, timeout=BUSY_S, uri=True)) as connection:
-            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
+        with closing(sqlite3.connect(uri, timeout=_BUSY_S, uri=True)) as connection:
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
             yield connection
     # SQLite's message about a damaged schema quotes text that may not be UTF-8.
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
@@ -267,7 +267,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     connection.execute("PRAGMA journal_mode = TRUNCATE")
     connection.execute("PRAGMA synchronous = FULL")
     if is_new:
-        pragmas = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {FORMAT};"
+        pragmas = f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {FORMAT};"
         connection.executescript(f"BEGIN; {pragmas} {'; '.join(_TABLES)}; COMMIT;")
     _check(connection, path)
 
@@ -279,7 +279,7 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
         raise SweepError(f"{path}: there are no results yet; --results names another file")
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if (application, version, schema) != (APPLICATION, FORMAT, _TABLES):
+    if (application, version, schema) != (_APPLICATION, FORMAT, _TABLES):
         raise SweepError(
             f"{path} is a database, but not a results file of this version: move it away, or name "
             "another with --results"

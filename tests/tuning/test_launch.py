@@ -206,7 +206,7 @@ def test_a_run_that_somebody_ends_has_failed(slurm: Callable[..., Result], state
 def test_a_run_goes_back_so_often_and_no_more(
     slurm: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "MOST_TIMES_BACK", 1)
+    monkeypatch.setattr(launching, "MAX_REQUEUES", 1)
     outcome = slurm("PREEMPTED", "NODE_FAIL", "COMPLETED").outcome
     assert outcome.status is Status.FAILED
     assert outcome.log_tail.startswith("its job was ended 2 times before it had a result")
