@@ -100,10 +100,9 @@ def _compare_layers(session: Session, folder: str) -> None:
     if saved is None and pipeline is not None and name == pipeline.choice.name:
         logger.warning(UNKNOWN_LAYERS, folder)
         return
-    if loading_layers is not None:
-        current = loading_layers()
-    else:
-        current = None if pipeline is None else layers_of_pipeline(pipeline)
+    current = None if loading_layers is None else loading_layers()
+    if pipeline is not None:
+        current = layers_of_pipeline(pipeline)
     if current is not None:
         check_optimizer_state(saved, current, folder)
 
