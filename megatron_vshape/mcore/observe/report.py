@@ -42,8 +42,8 @@ _PlanOf = Callable[[int], PlannedStep]
 """Returns the plan for a number of microbatches."""
 
 
-class _PendingFrees(Protocol):
-    """Other memory than the device's, in which activations wait."""
+class _ExternalMemory(Protocol):
+    """Memory outside of the device that activations are moved to, such as host memory."""
 
     name: str
 
@@ -62,8 +62,8 @@ class Memory(NamedTuple):
     peak_bytes: int
     held: dict[int, tuple[float, float]]  # per stage and microbatch: bytes after F, after B
     within_passes: int  # peak bytes that passes allocate and free; 0 without a GPU
-    moved: Mapping[int, int] = {}  # per stage: bytes of a microbatch that can wait elsewhere
-    pending_frees: Mapping[str, int] = {}  # bytes in which they wait, by the name of the memory
+    moved: Mapping[int, int] = {}  # per stage: bytes of a microbatch that can be moved off the device
+    external_memory: Mapping[str, int] = {}  # size in bytes by the name of the memory
     # Bytes of a microbatch that passes of features allocate, by the name of the amount in costs.
     allocated: Mapping[str, float] = {}
     # Per stage: bytes that the passes of a microbatch share, and bytes of their gradients.
@@ -108,7 +108,7 @@ class RunReport:
     name: str
     stages: Sequence[int]  # stages of this rank
     plan_of: _PlanOf | None  # predicts the memory for a number of microbatches
-    pending_frees: _PendingFrees | None = None  # set once activations may wait in other memory
+    external_memory: _ExternalMemory | None = None  # set once activations may be moved off the device
     _plan: PlannedStep | None = None  # plan of the step in which memory was measured
     _memory: Memory | None = None
     _started_s: float | None = None
@@ -191,7 +191,7 @@ class RunReport:
         # Before the first step the optimizer has no state. If the peak during model construction
         # was higher, this is an overestimate, which is safe.
         within = max(torch.cuda.max_memory_allocated() - initial_bytes - tracker.peak_bytes, 0)
-        movable = {} if self.pending_frees is None else self.pending_frees.bytes_by_stage
+        movable = {} if self.external_memory is None else self.external_memory.bytes_by_stage
         moved = {stage: passes * size for stage, size in movable.items()}
         kinds = [kind for feature in features() for kind in feature.measured_kinds]
         allocated = {
@@ -214,11 +214,11 @@ class RunReport:
         """
         if self._memory is None:
             return None
-        pending_frees = self.pending_frees
+        external_memory = self.external_memory
         local_memory = self._memory._replace(
-            pending_frees={}
-            if pending_frees is None or not pending_frees.nbytes
-            else {pending_frees.name: pending_frees.nbytes},
+            external_memory={}
+            if external_memory is None or not external_memory.nbytes
+            else {external_memory.name: external_memory.nbytes},
             allocated_bytes=torch.cuda.max_memory_allocated(),
         )
         memories: list[Memory] = [local_memory] * pipeline_group.size()
@@ -234,10 +234,10 @@ class RunReport:
             plan = self._plan
             shared = {stage: sizes for memory in memories for stage, sizes in memory.shared.items()}
             line += f", predicted {_format_mib(plan.peak_bytes(byte_costs(memories), shared))}"
-        for name in dict.fromkeys(name for memory in memories for name in memory.pending_frees):
+        for name in dict.fromkeys(name for memory in memories for name in memory.external_memory):
             line += (
                 f", {name} "
-                f"{_format_mib([memory.pending_frees.get(name, 0) for memory in memories])}"
+                f"{_format_mib([memory.external_memory.get(name, 0) for memory in memories])}"
             )
         allocated = [memory.allocated_bytes for memory in memories]
         if any(allocated):

@@ -62,7 +62,7 @@ class OffloadSteps(StepFeature):
             return None
         if self._offload is None:
             sizes = choice.moved_limit_bytes, context.local_ranks
-            self._report.pending_frees = self._offload = Offload(context.torch_device, *sizes)
+            self._report.external_memory = self._offload = Offload(context.torch_device, *sizes)
         self._offload.keep(persistent(context.chunks))
         self._learns = offloads and not self._offload.has_learned(context.stages)
         return Waiting(context.state, self._offload)

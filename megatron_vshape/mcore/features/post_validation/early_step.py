@@ -123,7 +123,7 @@ class EarlyStart(StepFeature):
 
     def end(self, context: StepContext) -> None:
         """Remember the trainer's arguments, which are equal in all training steps of a run."""
-        self._last = replace(context)  # without what `prepare` has set
+        self._last = replace(context)  # without the fields that `prepare_step` has set
 
     def clear(self) -> None:
         """Drop the data of the last step and of the next one."""

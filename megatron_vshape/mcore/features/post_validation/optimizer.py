@@ -215,7 +215,7 @@ class _PendingReduction(NamedTuple):
 
 
 class _AsyncReductionGroup(dist.ProcessGroup):
-    """Process group that starts all-reduces asynchronously and leaves local values in place."""
+    """Process group that starts all-reduces asynchronously and keeps the local values."""
 
     def __init__(self, group: Any, pending: list[_PendingReduction]) -> None:
         super().__init__(0, 1)

@@ -143,7 +143,7 @@ class LossOfLogits:
 
         ranks = RanksOfRows(parallel_state.get_tensor_model_parallel_world_size())
 
-        # Code that asks Megatron about its stage must see every stage on this rank.
+        # Code that checks for the first or last stage must find both on this rank.
         state = self.state.setting(has_logits=True, tensor_ranks=ranks)
         with Replaced() as replaced, state:
 

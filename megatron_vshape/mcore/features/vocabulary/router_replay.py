@@ -2,9 +2,9 @@
 
 Before it calls the model on a microbatch, a library sets the choices that the routers of a chunk
 replay. After the call it reads the choices that they have recorded, or switches them to the
-backward pass. With vocabulary parallelism some calls run no layers: the one that looks up the
-tokens of the first stage, and those that make the loss of logits. They leave the routers as they
-were.
+backward pass. With vocabulary parallelism some calls run no layers: the call that looks up the
+tokens of the first stage, and the calls that compute the loss of logits. These calls do not change
+the routers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def states_of(routers: Sequence[Any]) -> _RouterStates:
 
 
 def restore(routers: Sequence[Any], states: _RouterStates) -> None:
-    """Give the routers the states of before."""
+    """Restore the states of the routers."""
     for router, state in zip(routers, states, strict=True):
         vars(router).update(_copy_state(state))
 
@@ -59,7 +59,7 @@ def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def inactive(routers: Sequence[Any]) -> Iterator[None]:
-    """Have a library find routers that neither record nor replay; restore them afterwards."""
+    """Deactivate the routers in this context, and restore their states afterwards."""
     states = states_of(routers)
     for router in routers:
         router.router_replay_action = None
@@ -73,23 +73,23 @@ def inactive(routers: Sequence[Any]) -> Iterator[None]:
 class LastCalls:
     """The last chunk's routers on the loss rank, where the library's calls end at the logits.
 
-    The rest of such a call runs later, when the loss is made; the routers may be in another
-    microbatch by then.
+    The rest of such a call runs later, when the loss is computed. By then, the routers may have the
+    states of another microbatch.
     """
 
     routers: list[Any]
     _states: dict[int, _RouterStates] = field(default_factory=dict)
-    _actions: list[Any] | None = None  # after a call, as the library leaves them
+    _actions: list[Any] | None = None  # set by the library after a call
 
     def end_at_logits(self, microbatch: int) -> None:
-        """Keep the state of a call that has ended at the logits."""
+        """Store the router states of a call that has ended at the logits."""
         if are_active(self.routers):
             self._states[microbatch] = states_of(self.routers)
             self._set_actions()
 
     @contextmanager
     def rest_of_call(self, microbatch: int) -> Iterator[None]:
-        """Have the rest of a call find the state of its microbatch."""
+        """Restore the router states of a microbatch while the rest of its call runs."""
         states = self._states.pop(microbatch, None)
         if states is None:
             with inactive(self.routers):
@@ -117,7 +117,7 @@ class ModelCalled(Exception):
 
 @dataclass(eq=False)
 class RecordedIterator:
-    """An iterator that keeps the items which it gives, so that they can be read once more."""
+    """An iterator that records its items, so that they can be read again."""
 
     source: Any
     _items: list[Any] = field(default_factory=list)
@@ -127,7 +127,7 @@ class RecordedIterator:
 
     def __next__(self) -> Any:
         item = next(self.source)
-        self._items.append(copy.copy(item))  # the trainer may take its own apart
+        self._items.append(copy.copy(item))  # the trainer may modify its copy
         return item
 
     def __getattr__(self, name: str) -> Any:
@@ -137,7 +137,7 @@ class RecordedIterator:
         """Return the same items.
 
         Raises:
-            UnsupportedError: the trainer reads its data otherwise than by `next`.
+            UnsupportedError: The trainer does not read its data by `next`.
         """
         if not self._items:
             raise UnsupportedError(

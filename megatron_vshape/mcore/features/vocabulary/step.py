@@ -494,10 +494,10 @@ class SharedVocabulary(StepHook):
         return torch.cat(sequences)
 
     def _call_of_first_stage(self, microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Have the trainer's function call the model, and keep the call for F.
+        """Run the trainer's function up to its call of the model, and store this call for F.
 
-        If routers record or replay, F calls the function itself, once more, with the same data: it
-        sets them before it calls the model, and reads them after that.
+        If routers record or replay, F calls the function again with the same data, because the
+        function sets the routers before its call of the model and reads them afterwards.
         """
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         blank = self._empty((), torch.float32)
