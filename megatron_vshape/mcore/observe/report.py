@@ -190,7 +190,9 @@ class RunReport:
         activation_bytes = {stage: tracker.held_bytes(stage, passes) for stage in self.stages}
         # Before the first step the optimizer has no state. If the peak during model construction
         # was higher, this is an overestimate, which is safe.
-        within = max(torch.cuda.max_memory_allocated() - initial_bytes - tracker.peak_bytes, 0)
+        within_passes = max(
+            torch.cuda.max_memory_allocated() - initial_bytes - tracker.peak_bytes, 0
+        )
         movable = {} if self.external_memory is None else self.external_memory.bytes_by_stage
         moved = {stage: passes * size for stage, size in movable.items()}
         kinds = [kind for feature in features() for kind in feature.measured_kinds]
@@ -202,7 +204,12 @@ class RunReport:
         }
         shared = {self.stages[chunk]: sizes for chunk, sizes in tracker.shared.items()}
         self._memory = Memory(
-            tracker.peak_bytes, activation_bytes, within, moved, allocated=allocated, shared=shared
+            tracker.peak_bytes,
+            activation_bytes,
+            within_passes,
+            moved,
+            allocated=allocated,
+            shared=shared,
         )
         # The first step also fills caches, so its time is not representative.
         self._started_s = None

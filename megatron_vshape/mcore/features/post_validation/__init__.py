@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FLAG = "--optimizer-post-validation"
 
-_REDOES = "an iteration that is undone would be run and counted twice"
+_REPEATED_ITERATION = "an iteration that is undone would be run and counted twice"
 _NO_COPY = "a step of this optimizer cannot be undone"
 
 REFUSALS = (
@@ -43,12 +43,12 @@ REFUSALS = (
         "the length of the first message of an iteration would not be known in time",
         flag=LENGTHS,
     ),
-    Refusal("num_experts", _REDOES, is_set=is_given),
-    Refusal("fp8", _REDOES, **FP8),
-    Refusal("fp4", _REDOES, **FP4),
-    *each_of(_REDOES, "qk_clip", "log_max_attention_logit"),
+    Refusal("num_experts", _REPEATED_ITERATION, is_set=is_given),
+    Refusal("fp8", _REPEATED_ITERATION, **FP8),
+    Refusal("fp4", _REPEATED_ITERATION, **FP4),
+    *each_of(_REPEATED_ITERATION, "qk_clip", "log_max_attention_logit"),
     *(
-        Refusal(f"save_{tensors}_interval", _REDOES, is_set=is_given)
+        Refusal(f"save_{tensors}_interval", _REPEATED_ITERATION, is_set=is_given)
         for tensors in ("activations", "wgrads", "dgrads")
     ),
     *each_of(

@@ -28,7 +28,7 @@ class Backup:
 
     def __init__(self) -> None:
         self._copies: list[Tensor] = []
-        self._live: list[Tensor] = []
+        self._state_tensors: list[Tensor] = []
         self._values: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
 
     @property
@@ -54,18 +54,18 @@ class Backup:
             for value in values.values()
             if isinstance(value, Tensor)
         ]
-        self._live = parameters + states
-        shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in self._live]
+        self._state_tensors = parameters + states
+        shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in self._state_tensors]
         # Allocate only if the shapes have changed, for example after the first step created the
         # moments.
         if shapes != [(tensor.shape, tensor.dtype, tensor.device) for tensor in self._copies]:
-            self._copies = [torch.empty_like(tensor) for tensor in self._live]
-        _copy(self._copies, self._live)
+            self._copies = [torch.empty_like(tensor) for tensor in self._state_tensors]
+        _copy(self._copies, self._state_tensors)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore all values in place, and remove entries that the step has created."""
-        _copy(self._live, self._copies)
+        _copy(self._state_tensors, self._copies)
         for table, values in self._values:
             for key in table.keys() - values.keys() - {"params"}:
                 del table[key]

@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 FLAG = "--pipeline-slices"
 
 _LOGITS_OF_SLICES = "it pairs logits with full microbatches, and these are of slices"
-_OF_FULL = "it replays the expert choices of a full microbatch, and not of a slice"
+_REPLAYS_MICROBATCH = "it replays the expert choices of a full microbatch, and not of a slice"
 _NO_STATE = "the state between slices is not implemented"
-_OF_A_SLICE = "it would be computed per slice instead of per microbatch"
-_SAVES_A_SLICE = "it would save the values of a slice as those of a microbatch"
-_OWN_KEYS = "every slice has a different number of keys"
+_PER_SLICE = "it would be computed per slice instead of per microbatch"
+_SAVES_PER_SLICE = "it would save the values of a slice as those of a microbatch"
+_VARYING_KEYS = "every slice has a different number of keys"
 
 
 def _has_other_layers(options: Any) -> bool:
@@ -78,8 +78,8 @@ REFUSALS = (
         shows_value=True,
     ),
     Refusal("variable_seq_lengths", "all slices have one length", flag=LENGTHS),
-    Refusal("cuda_graph_impl", _OWN_KEYS, **GRAPHS),
-    *each_of(_OWN_KEYS, "external_cuda_graph", "enable_cuda_graph"),
+    Refusal("cuda_graph_impl", _VARYING_KEYS, **GRAPHS),
+    *each_of(_VARYING_KEYS, "external_cuda_graph", "enable_cuda_graph"),
     Refusal("experimental_attention_variant", UNTRIED, is_set=is_given),
     # FP8GlobalStateManager.get_old_fp8_meta_tensors_for_recompute takes the oldest saved scale.
     Refusal(
@@ -90,11 +90,11 @@ REFUSALS = (
         flag="--fp8-recipe delayed or custom with recomputed FP8 layers",
         holds=_recomputes_delayed_fp8,
     ),
-    Refusal("moe_expert_capacity_factor", _OF_A_SLICE, is_set=is_given),
+    Refusal("moe_expert_capacity_factor", _PER_SLICE, is_set=is_given),
     *(
         Refusal(
             "moe_router_load_balancing_type",
-            _OF_A_SLICE,
+            _PER_SLICE,
             is_set=has_part(balancing),
             shows_value=True,
         )
@@ -125,11 +125,11 @@ REFUSALS = (
         UNTRIED,
         *("reset_attention_mask", "fp8_dot_product_attention", "fp8_multi_head_attention"),
     ),
-    *each_of(_OF_FULL, *ROUTER_REPLAY),
+    *each_of(_REPLAYS_MICROBATCH, *ROUTER_REPLAY),
     Refusal("perform_rl_step", "it needs logits, and slices compute losses"),
     *each_of(_LOGITS_OF_SLICES, "logits_save_dir", "logits_load_dir", in_config=False),
     *(
-        Refusal(f"save_{values}_interval", _SAVES_A_SLICE, is_set=is_given, in_config=False)
+        Refusal(f"save_{values}_interval", _SAVES_PER_SLICE, is_set=is_given, in_config=False)
         for values in ("activations", "dgrads", "tokens_per_expert")
     ),
 )
@@ -155,11 +155,11 @@ def check_slices(
 
 def even_slices(counts: Iterable[int], length: int | None, options: Any) -> tuple[int, ...]:
     """Return those of the numbers of slices into which `length` tokens divide evenly."""
-    unit = _least_tokens(options)
+    unit = _length_unit(options)
     return tuple(count for count in counts if count == 1 or not (length or 0) % (count * unit))
 
 
-def _least_tokens(options: Any) -> int:
+def _length_unit(options: Any) -> int:
     """Return the number of tokens that must divide the length of a slice."""
     parts: int = getattr(options, "tensor_model_parallel_size", 1)
     return parts if getattr(options, "sequence_parallel", False) else 1
@@ -167,7 +167,7 @@ def _least_tokens(options: Any) -> int:
 
 def check_sequence(slices: int, length: int | None, options: Any) -> None:
     """Raise UnsupportedError unless `length` tokens are divisible into equal slices."""
-    unit = _least_tokens(options)
+    unit = _length_unit(options)
     if length is None or even_slices([slices], length, options):
         return
     valid_counts = [count for count in range(1, length // unit + 1) if not length % (count * unit)]

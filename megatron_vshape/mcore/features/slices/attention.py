@@ -125,7 +125,7 @@ def install(state: StepState, chunks: Sequence[nn.Module]) -> None:
     for chunk in chunks:
         for module in unwrapped(chunk).modules():
             if isinstance(module, RotaryEmbedding):
-                _begin_at_slice(state, module)
+                _offset_rotary(state, module)
             core = getattr(module, "core_attention", None)
             if core is not None:
                 _check_attention(module, core)
@@ -197,7 +197,7 @@ def _slice_attention(
     return forward
 
 
-def _begin_at_slice(state: StepState, rotary: Any) -> None:
+def _offset_rotary(state: StepState, rotary: Any) -> None:
     """Make a rotary embedding return the rows of the slice from the table of the full sequence."""
     get_length, make_table = rotary.get_rotary_seq_len, rotary.forward
 

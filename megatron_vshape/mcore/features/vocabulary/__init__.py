@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 FLAG = "--pipeline-vocab-parallel"
 
-_WANTS_LOGITS = "it needs the full logits, which no rank has"
+_NEEDS_LOGITS = "it needs the full logits, which no rank has"
 _NO_FORWARD = "it saves tensors of the output layer, whose forward does not run"
 _WIDE_LOGITS = "each rank computes its rows of the logits in the dtype of the parameters"
 _OF_F_B_W = "graphs capture only F, B and W"
@@ -82,9 +82,9 @@ REFUSALS = (
         flag="a model of mcore_bridge (ms-swift)",
         holds=_is_of_mcore_bridge,
     ),
-    Refusal("perform_rl_step", _WANTS_LOGITS),
+    Refusal("perform_rl_step", _NEEDS_LOGITS),
     *each_of(
-        _WANTS_LOGITS,
+        _NEEDS_LOGITS,
         *("logits_save_dir", "logits_load_dir", "export_kd_teacher_load"),
         in_config=False,
     ),

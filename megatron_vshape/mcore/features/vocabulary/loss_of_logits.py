@@ -36,7 +36,7 @@ from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.step.losses import LateFaults, unlike
 from megatron_vshape.mcore.step_state import StepState, unwrapped
 
-_LEAVE_OUT = "remove --pipeline-vocab-parallel"
+_FIX = "remove --pipeline-vocab-parallel"
 
 
 class _LogitsRequested(BaseException):
@@ -165,12 +165,12 @@ class LossOfLogits:
         if self.iterator is None:
             raise UnsupportedError(
                 f"rank {dist.get_rank()} has no data iterator, and with a shared vocabulary every "
-                f"rank makes the loss of its rows of the logits: give it the data, or {_LEAVE_OUT}"
+                f"rank makes the loss of its rows of the logits: give it the data, or {_FIX}"
             )
         if not getattr(unwrapped(self.model), "parallel_output", True):
             raise UnsupportedError(
                 "the model gathers the logits of all rows (parallel_output=False), and with a "
-                f"shared vocabulary every rank has its own: have it not gather, or {_LEAVE_OUT}"
+                f"shared vocabulary every rank has its own: have it not gather, or {_FIX}"
             )
 
     def _check_tokens(self, input_tokens: Tensor | None, tokens: Tensor) -> None:
@@ -178,7 +178,7 @@ class LossOfLogits:
             True if input_tokens is None else unlike(input_tokens, tokens),
             f"rank {dist.get_rank()} has read another microbatch than the first stage, and "
             "with a shared vocabulary every rank makes the loss of its rows of the logits: "
-            f"give all ranks of a pipeline the same microbatches, or {_LEAVE_OUT}",
+            f"give all ranks of a pipeline the same microbatches, or {_FIX}",
         )
 
     def _set_tensor_parallel_group(self, replaced: Replaced) -> None:
@@ -188,7 +188,7 @@ class LossOfLogits:
             raise UnsupportedError(
                 f"this rank has part {self.shards.rank()} of {self.shards.size()} of the "
                 f"vocabulary, and is number {group.rank()} of {group.size()} in Megatron's group "
-                f"of pipeline and tensor parallelism: {_LEAVE_OUT}"
+                f"of pipeline and tensor parallelism: {_FIX}"
             )
         for name, value in (
             ("_TENSOR_MODEL_PARALLEL_GROUP", group),

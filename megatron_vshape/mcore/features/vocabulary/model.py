@@ -88,7 +88,7 @@ class _LocalRows(MegatronModule):  # type: ignore[misc]
         self.word_embeddings = rows
 
 
-def _allow_another_size(head: Any) -> None:
+def _allow_size_change(head: Any) -> None:
     """Allow loading another vocabulary size into the output layer, as Megatron does."""
     describe = head.sharded_state_dict
 
@@ -297,7 +297,7 @@ def _share_head(state: StepState, first: Any, model: Any, shards: Shards) -> Non
             vars(model)["embedding"] = first.embedding
     else:
         head.weight.is_embedding_or_output_parameter = True
-    _allow_another_size(head)
+    _allow_size_change(head)
     model.output_layer = head
     if not model.post_process:
         return
