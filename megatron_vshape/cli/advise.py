@@ -54,7 +54,7 @@ from megatron_vshape.tuning.configurations import (
     own_configuration,
 )
 from megatron_vshape.tuning.machine import Machine
-from megatron_vshape.tuning.predictor import Counts, Prediction, Predictor, Verdict, step
+from megatron_vshape.tuning.predictor import Counts, Prediction, Predictor, Verdict, step_seconds
 
 MOST_SHAPES = 16
 """Maximum number of configurations next to the command's to estimate."""
@@ -185,7 +185,7 @@ def _grid(
         return machine_of(options), [], [], False
     check_installed("--grid", "sweep", "pydantic", "yaml")
     from megatron_vshape.tuning.files import load_sweep
-    from megatron_vshape.tuning.grid import by_kind, expand
+    from megatron_vshape.tuning.grid import expand, group_by_kind
 
     loaded = load_sweep(options.grid, options.command)
     has_machine_options = options.gpus is not None or options.cluster is not None
@@ -199,7 +199,7 @@ def _grid(
     ]
     impossible = [
         f"{len(members)} impossible, such as {members[0].configuration}: {members[0].reason}"
-        for members in by_kind(dropped).values()
+        for members in group_by_kind(dropped).values()
     ]
     if not grid:
         raise ScheduleError(
@@ -286,7 +286,7 @@ def _print(advice: Advice, options: argparse.Namespace, rows: Rows) -> None:
     texts = _rejected(today, advice.predictor.subject.command)
     texts += _verdict(advice, options, rows)
     texts += _full_step(options.training_share, rows)
-    texts += [fsdp.sentence(rows["fsdp"], rows["best"] or today, advice.case)]
+    texts += [fsdp.format_comparison(rows["fsdp"], rows["best"] or today, advice.case)]
     for text in filter(None, texts):
         print(report.wrapped(text))
     command = advice.predictor.subject.command
@@ -318,7 +318,7 @@ def _shown(advice: Advice, rows: Rows) -> list[tuple[str, Prediction]]:
     shown: dict[tuple[str, float], tuple[str, Prediction]] = {}
     for key, row in rows.items():
         if row is not None and not (key == "best" and row.is_stock):
-            shown.setdefault((_title(row, advice.predictor.subject), step(row)), (key, row))
+            shown.setdefault((_title(row, advice.predictor.subject), step_seconds(row)), (key, row))
     return list(shown.values())
 
 
@@ -329,7 +329,7 @@ def _table(advice: Advice, shown: Sequence[tuple[str, Prediction]]) -> list[str]
     for name, row in shown:
         peaks = " ".join(report.gib(rank.allocated) for rank in row.ranks)
         over = "" if row.fits else f"  {row.fit if _starts(row) else row.verdict}"
-        figures = f"{step(row):6.2f} s  {100 * (row.mfu or 0):5.1f}%"
+        figures = f"{step_seconds(row):6.2f} s  {100 * (row.mfu or 0):5.1f}%"
         rows.append(f"{name:{wide}}  {titles[name]:{wider}}  {figures}  {peaks}{over}")
     return rows
 
@@ -352,7 +352,7 @@ def _verdict(advice: Advice, options: argparse.Namespace, rows: Rows) -> list[st
             f"Recommendation: none. No evaluated configuration fits {report.gib(limit_bytes)} GiB "
             f"of a GPU: {headroom} GiB are kept free, and CUDA and NCCL need about {outside} GiB."
         ]
-    gain = 1 - step(best) / step(today)
+    gain = 1 - step_seconds(best) / step_seconds(today)
     if today.fits and gain <= within:
         return [
             "Recommendation: keep the current configuration. The best one found is "
@@ -360,20 +360,21 @@ def _verdict(advice: Advice, options: argparse.Namespace, rows: Rows) -> list[st
         ]
 
     def change(row: Prediction) -> str:
-        faster = 100 * (1 - step(row) / step(today))
+        faster = 100 * (1 - step_seconds(row) / step_seconds(today))
         how = f"{faster:.0f}% faster than today" if faster > 0 else "it fits"
         how = how if _starts(today) else "it starts"
         return f"{', '.join(_flags(advice, options, rows, row))}: {how}"
 
-    if stock is None or step(best) <= (1 - within) * step(stock):
+    if stock is None or step_seconds(best) <= (1 - within) * step_seconds(stock):
         beyond = ""
         if stock is not None:
-            beyond = f", {100 * (1 - step(best) / step(stock)):.0f}% faster than the best stock"
+            gain = 100 * (1 - step_seconds(best) / step_seconds(stock))
+            beyond = f", {gain:.0f}% faster than the best stock"
         return [f"Recommendation: {change(best)}{beyond}."]
     texts = [f"Recommendation (no package needed): {change(stock)}."]
     if best.is_stock:
         return [*texts, "No schedule of this package is faster."]
-    gain = 100 * (1 - step(best) / step(stock))
+    gain = 100 * (1 - step_seconds(best) / step_seconds(stock))
     return [
         *texts,
         f"This package: another {gain:.0f}% faster than the best stock ({_name(best)}), within "
@@ -402,7 +403,7 @@ def _full_step(share: float, rows: Rows) -> list[str]:
     if share == 1 or today is None or best is None or not _starts(today):
         return []
     gains = [
-        f"{100 * share * (1 - step(row) / step(today)):.1f}% ({name})"
+        f"{100 * share * (1 - step_seconds(row) / step_seconds(today)):.1f}% ({name})"
         for key, name in (("stock", "best stock"), ("best", "best with this package"))
         if (row := rows[key]) is not None and (key == "stock" or not row.is_stock)
     ]

@@ -37,12 +37,12 @@ def check_target(option: str, path: Path, suffixes: Sequence[str]) -> None:
         raise ScheduleError(f"{option} {path} is not writable: choose another path")
 
 
-def check_installed(what: str, extra: str, *modules: str) -> None:
+def check_installed(feature: str, extra: str, *modules: str) -> None:
     """Raise ScheduleError unless these modules are installed; the error names the extra."""
     for module in modules:
         if not is_installed(module):
             raise ScheduleError(
-                f"{what} needs {module}, which is not installed: "
+                f"{feature} needs {module}, which is not installed: "
                 f"pip install 'megatron-vshape[{extra}]'"
             )
 

@@ -25,7 +25,7 @@ def shares(options: argparse.Namespace, measured: Costs | None) -> bool:
     return options.vocab_parallel is not None and not is_sharded
 
 
-def cut_of(options: argparse.Namespace, measured: Costs | None) -> StageCostFunction:
+def stage_cost_function(options: argparse.Namespace, measured: Costs | None) -> StageCostFunction:
     """Return a function that gives the costs of any number of stages with these options.
 
     All stages have equal numbers of layers, unless the layers in the costs file differ.
@@ -48,7 +48,7 @@ def cut_of(options: argparse.Namespace, measured: Costs | None) -> StageCostFunc
 
 
 def pieces_of(
-    options: argparse.Namespace, measured: Costs | None, what: str
+    options: argparse.Namespace, measured: Costs | None, option_name: str
 ) -> tuple[Pieces, float]:
     """Return the costs of a layer, the embedding and the output layer, and the number of layers.
 
@@ -73,7 +73,7 @@ def pieces_of(
         pieces = replace(pieces, layer=layer, first=first, last=last, host_us=options.host or 0.0)
     else:
         layers = float(options.layers or sum(measured.layers or ()))
-        _check_measured(options, measured, layers, what)
+        _check_measured(options, measured, layers, option_name)
         even = (layers / measured.num_stages,) * measured.num_stages
         pieces = Pieces.of(measured, measured.layers or even)
     if shares(options, measured):
@@ -85,12 +85,14 @@ def pieces_of(
     return pieces, layers
 
 
-def _check_measured(options: argparse.Namespace, measured: Costs, layers: float, what: str) -> None:
+def _check_measured(
+    options: argparse.Namespace, measured: Costs, layers: float, option_name: str
+) -> None:
     if not layers:
         raise ScheduleError(f"{options.costs} does not contain the number of layers: add --layers")
     if measured.copies and options.vocab_parallel is not None:
         raise ScheduleError(
-            f"{what}: {options.costs} has copy times of the measured stages, not of single "
+            f"{option_name}: {options.costs} has copy times of the measured stages, not of single "
             f"layers; leave one of the two out"
         )
     if not measured.shards_output_layer:

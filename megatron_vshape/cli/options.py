@@ -71,7 +71,7 @@ class UnitFormat:
         """Format a time."""
         return time_text(value, self.in_bytes)
 
-    def held(self, value: float, number: Callable[[float], str] = fixed) -> str:
+    def memory(self, value: float, number: Callable[[float], str] = fixed) -> str:
         """Format memory."""
         chunks = f"{number(value / self.chunk)} chunks"
         if not self.in_bytes:
@@ -86,7 +86,7 @@ def format_limit_errors(units: UnitFormat) -> Iterator[None]:
         yield
     except LimitError as error:
         raise ScheduleError(
-            error.format_message(partial(units.held, number=format_sufficient_limit))
+            error.format_message(partial(units.memory, number=format_sufficient_limit))
         ) from None
 
 
@@ -206,13 +206,13 @@ def float_or_nan(text: str) -> float:
         return math.nan
 
 
-def number_of(what: str, minimum: float = 0.0) -> Callable[[str], float]:
-    """Return a parser for finite numbers of at least `minimum`; `what` describes them in errors."""
+def number_of(description: str, minimum: float = 0.0) -> Callable[[str], float]:
+    """Return a parser for finite numbers of at least `minimum`; errors contain `description`."""
 
     def read(text: str) -> float:
         value = float_or_nan(text)
         if not minimum <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r:.40} is not {what}")
+            raise argparse.ArgumentTypeError(f"{text!r:.40} is not {description}")
         return value
 
     return read
@@ -221,7 +221,7 @@ def number_of(what: str, minimum: float = 0.0) -> Callable[[str], float]:
 ABOVE_0 = math.nextafter(0.0, 1.0)
 """Lower limit for numbers above 0."""
 
-time_of_0 = number_of("a time of at least 0")
+nonnegative_time = number_of("a time of at least 0")
 
 
 def headroom_of(text: str | None, limit: float, in_bytes: bool) -> float:
@@ -262,7 +262,7 @@ def _time(text: str, name: str) -> float:
     return value
 
 
-def cut_of(
+def stage_cost_function(
     devices: int,
     cost: Times | None,
     measured: Costs | None,

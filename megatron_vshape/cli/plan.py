@@ -29,13 +29,13 @@ from megatron_vshape.cli.options import (
     add_size_arguments,
     chunks,
     count,
-    cut_of,
     ends_of,
     float_or_nan,
     format_limit_errors,
     headroom_of,
+    nonnegative_time,
     number_of,
-    time_of_0,
+    stage_cost_function,
 )
 from megatron_vshape.cli.plan_figures import run_frontier, write_page
 from megatron_vshape.cli.progress import report_progress
@@ -177,7 +177,7 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     add(
         "--vocab-parallel",
         nargs="?",
-        type=time_of_0,
+        type=nonnegative_time,
         const=math.nan,
         metavar="T",
         help="Use vocabulary parallelism; needs --head or --costs. T: time of an all-reduce in "
@@ -244,13 +244,13 @@ def run(options: argparse.Namespace) -> int:
         def report_best(best: PlanResult | None) -> None:
             text = "none yet"
             if best is not None:
-                text = f"{units.time(best.plan.value)}, peak {units.held(max(best.plan.peak))}"
-            progress.line(f"interrupted; the best so far: {text}")
+                text = f"{units.time(best.plan.value)}, peak {units.memory(max(best.plan.peak))}"
+            progress.print_line(f"interrupted; the best so far: {text}")
 
         work = partial(_searched, request, budget, units, options.all)
         # The search runs in a thread: None means that the time limit or Ctrl-C stopped it early.
         searched = budget.run(work, report_best)
-        result, compared = searched or _cut_short(request, budget)
+        result, compared = searched or _best_so_far(request, budget)
         # A search that was stopped may be slower than a published schedule that fits.
         if searched and budget.stopped():
             result = no_worse_than_published(request, result) or result
@@ -259,12 +259,12 @@ def run(options: argparse.Namespace) -> int:
     write_all(outputs)
     _print(request, result, limit, units)
     print(f"\n{compared}\n")
-    print(_recommended(result) if searched else _so_far(result))
+    print(_recommended(result) if searched else _format_best_so_far(result))
     report_written(outputs)
     return 0
 
 
-def _so_far(result: PlanResult) -> str:
+def _format_best_so_far(result: PlanResult) -> str:
     name = "the plan" if result.baseline is None else f"{result.baseline}, as published"
     is_optimal = percent(result.plan.gap) == percent(0.0)  # for its placement
     better = "plan with another placement" if is_optimal else "plan"
@@ -290,7 +290,7 @@ def _searched(
     """Search for the best plan; return it with its comparison table."""
     result = plan_request(request, budget)
     budget.register_result(lambda: result)
-    rows, num_omitted = _comparison_rows(request, result, budget, units.held, units.time, every)
+    rows, num_omitted = _comparison_rows(request, result, budget, units.memory, units.time, every)
     compared = table(rows)
     if num_omitted:
         compared += (
@@ -301,7 +301,7 @@ def _searched(
     return result, compared
 
 
-def _cut_short(request: PlanRequest, budget: Budget) -> tuple[PlanResult, str]:
+def _best_so_far(request: PlanRequest, budget: Budget) -> tuple[PlanResult, str]:
     """Return the best plan found so far, or a published schedule if faster, and a remark.
 
     Raises:
@@ -343,7 +343,7 @@ def _request(
         options.devices,
         options.microbatches,
         costs or _costs(options, measured),
-        _cut(options, measured),
+        _cost_function(options, measured),
         chunks=tuple(range(1, (options.chunks or MOST_CHUNKS) + 1)),
         objective=options.objective,
         slices=options.slices or 1,
@@ -353,11 +353,11 @@ def _request(
     return replace(request, moved_limit=_in_host(options, request))
 
 
-def _cut(options: argparse.Namespace, measured: Costs | None) -> StageCostFunction:
+def _cost_function(options: argparse.Namespace, measured: Costs | None) -> StageCostFunction:
     if options.vocab_parallel is not None:
-        return layer_costs.cut_of(options, measured)
+        return layer_costs.stage_cost_function(options, measured)
     ends = ends_of(options, options.layers)
-    base = cut_of(options.devices, options.cost, measured, options.layers, ends)
+    base = stage_cost_function(options.devices, options.cost, measured, options.layers, ends)
 
     def costs_of_stages(num_stages: int, name: str) -> Costs:
         costs = base(num_stages, name)
@@ -423,7 +423,7 @@ def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
             (num_chunks for num_chunks in counts if num_chunks * devices <= num_layers + 2), 1
         )
         return pieces.costs(pieces.balanced(num_layers, looping(devices, chunks)))
-    costs_of_stages = _cut(options, measured)
+    costs_of_stages = _cost_function(options, measured)
     if measured is not None:
         if max_chunks is None or measured.num_stages <= max_chunks * devices:
             shares = options.vocab_parallel is not None
@@ -514,7 +514,7 @@ def _print(request: PlanRequest, result: PlanResult, limit: float, units: UnitFo
     timeline = simulate(plan.schedule, result.costs)
     if plan.schedule.num_devices * plan.schedule.num_microbatches <= 256:
         print(picture(timeline, columns(), wants_colour(sys.stdout)) + "\n")
-    time, memory, unit = units.time, units.held, "" if units.in_bytes else " in --cost units"
+    time, memory, unit = units.time, units.memory, "" if units.in_bytes else " in --cost units"
     lines = [
         (str(plan.objective), f"{time(plan.value)}{unit}"),
         ("busy time", f"{time(plan.busy)} (busiest rank)"),

@@ -67,14 +67,14 @@ def _followed(
     def report(point: Point) -> None:
         points.append(point)
         text = f"limit {point.limit / chunk:g} of {limits[-1] / chunk:g} chunks: bubble"
-        progress.line(f"{text} {percent(point.bubble)}")
+        progress.print_line(f"{text} {percent(point.bubble)}")
 
     work = partial(frontier, request, limits, report, budget)
     budget.run(work, lambda best: None, grace_s=_LAST_LIMIT_S)
     if budget.interrupted and not points:
         raise KeyboardInterrupt
     if budget.interrupted:
-        progress.line("interrupted: the output ends at this limit")
+        progress.print_line("interrupted: the output ends at this limit")
     return points
 
 
@@ -116,7 +116,7 @@ def write_page(
         limit=limit,
         lower_bound=plan.lower_bound,
         bounded=str(plan.objective),
-        title=f"Plan within {units.held(limit)}",
+        title=f"Plan within {units.memory(limit)}",
         recipe=command,
     )
     write_html(path, timeline, costs, facts)

@@ -26,30 +26,30 @@ class Progress:
     def __init__(self, time_text: Callable[[float], str], stream: TextIO) -> None:
         self._time_text = time_text
         self._stream = stream
-        self._said = ""
-        self._began = time.monotonic()
+        self._text = ""
+        self._start_s = time.monotonic()
         self._writing = threading.Lock()
 
     def search(self, steps: int, best: float, bound: float) -> None:
         """Store the state of the search for the next report; a planner callback."""
         text = f"{steps:,} steps, best {self._time_text(best)}"
-        self.say(f"{text}, lower bound {self._time_text(bound)}")
+        self.update(f"{text}, lower bound {self._time_text(bound)}")
 
-    def say(self, text: str) -> None:
+    def update(self, text: str) -> None:
         """Store a text for the next report."""
-        self._said = f": {text}"
+        self._text = f": {text}"
 
-    def line(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a permanent line."""
         with self._writing:
             print(f"{self._clear}{text}", file=self._stream, flush=True)
 
-    def run(self, ended: threading.Event) -> None:
+    def report_until(self, ended: threading.Event) -> None:
         """Print reports until the event is set."""
         wait, every = (FIRST_S, TERMINAL_S) if self._stream.isatty() else (FILE_S, FILE_S)
         while not ended.wait(wait):
             wait = every
-            text = f"running ({time.monotonic() - self._began:.0f} s){self._said}"
+            text = f"running ({time.monotonic() - self._start_s:.0f} s){self._text}"
             with self._writing:
                 if self._clear:
                     shown = text[: shutil.get_terminal_size().columns - 1]
@@ -75,11 +75,11 @@ def report_progress(time_text: Callable[[float], str]) -> Iterator[Progress]:
     loops) has no callback.
     """
     progress, ended = Progress(time_text, sys.stderr), threading.Event()
-    telling = threading.Thread(target=progress.run, args=(ended,), daemon=True)
-    telling.start()
+    reporter = threading.Thread(target=progress.report_until, args=(ended,), daemon=True)
+    reporter.start()
     try:
         yield progress
     finally:
         ended.set()
-        telling.join()
+        reporter.join()
         progress.end()

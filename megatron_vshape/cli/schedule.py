@@ -21,8 +21,8 @@ from megatron_vshape.cli.options import (
     add_cost_arguments,
     add_size_arguments,
     count,
-    cut_of,
     ends_of,
+    stage_cost_function,
 )
 from megatron_vshape.cli.progress import report_progress
 from megatron_vshape.core.budget import Budget
@@ -114,13 +114,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Sequence slices per microbatch (default: 1)",
     )
     output = group(parser, OUTPUT)
-    for name, what in (
+    for name, help_text in (
         ("--export", "Schedule file to write (.json or .csv)"),
         ("--figure", "Figure to write (.svg, .png or .pdf)"),
         ("--trace", "Perfetto trace to write (.json)"),
         ("--html", "Interactive page to write (.html)"),
     ):
-        output.add_argument(name, type=Path, metavar="FILE", help=what)
+        output.add_argument(name, type=Path, metavar="FILE", help=help_text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -196,7 +196,7 @@ def _requests(
         if size is None:
             raise ScheduleError(f"{names[0]} needs {option}, as in --devices 4 --microbatches 8")
     devices, microbatches = sizes.values()
-    costs_of_stages = cut_of(devices, options.cost, measured, ends=ends_of(options))
+    costs_of_stages = stage_cost_function(devices, options.cost, measured, ends=ends_of(options))
     return [
         PlanRequest(
             schedule, devices, microbatches, measured, costs_of_stages, slices=options.slices or 1

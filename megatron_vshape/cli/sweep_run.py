@@ -16,10 +16,10 @@ from megatron_vshape.rehearsal.ranks import DryRunConfig
 from megatron_vshape.tuning import predictor as predicting
 from megatron_vshape.tuning.configurations import Configuration
 from megatron_vshape.tuning.files import Loaded, load_sweep
-from megatron_vshape.tuning.grid import Dropped, Expanded, by_kind, expand
+from megatron_vshape.tuning.grid import Dropped, Expanded, expand, group_by_kind
 from megatron_vshape.tuning.machine import Machine
 from megatron_vshape.tuning.predictor import Prediction, Predictor, key_of_count
-from megatron_vshape.tuning.ranking import Pruned, prune
+from megatron_vshape.tuning.ranking import Pruned, prune_predictions
 from megatron_vshape.tuning.report import (
     Row,
     best_rows,
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
         _check_can_launch(loaded, options.dry_run)
     predictor, predictions = _predict(loaded, options)
 
-    chosen = prune(predictions, loaded.sweep.pruning)
+    chosen = prune_predictions(predictions, loaded.sweep.pruning)
     _print_dropped(chosen.dropped, "not worth a run", options.verbose)
     if not chosen.run:
         closest = min(predictions, key=lambda prediction: prediction.peak_bytes or float("inf"))
@@ -118,7 +118,9 @@ def _predict(loaded: Loaded, options: argparse.Namespace) -> tuple[Predictor, li
     with _quiet(), report_progress(str) as progress:
         for prediction in predictor.survey(expanded.possible, loaded.sweep.pruning.margin):
             predictions.append(prediction)
-            progress.say(f"{len(predictions)} of {len(expanded.possible)} combinations predicted")
+            progress.update(
+                f"{len(predictions)} of {len(expanded.possible)} combinations predicted"
+            )
     return predictor, predictions
 
 
@@ -130,7 +132,7 @@ def _count(predictor: Predictor, combinations: Sequence[Configuration]) -> None:
     with report_progress(str) as progress:
         predictor.counts.count(
             combinations,
-            lambda num_done, total: progress.say(f"{num_done} of {total} ranks rehearsed"),
+            lambda num_done, total: progress.update(f"{num_done} of {total} ranks rehearsed"),
         )
 
 
@@ -146,9 +148,9 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _print_dropped(dropped: Sequence[Dropped], what: str, verbose: bool) -> None:
-    for kind, members in by_kind(dropped).items():
-        print(f"{len(members)} combinations are {what}: {kind}")
+def _print_dropped(dropped: Sequence[Dropped], label: str, verbose: bool) -> None:
+    for kind, members in group_by_kind(dropped).items():
+        print(f"{len(members)} combinations are {label}: {kind}")
         for rejection in members if verbose else members[:1]:
             print(
                 f"    {'' if verbose else 'such as '}{rejection.configuration}: {rejection.reason}"

@@ -35,7 +35,13 @@ from megatron_vshape.tuning.configurations import (
     Configuration,
     count_stages,
 )
-from megatron_vshape.tuning.predictor import TIME_LIMIT, Prediction, Predictor, Verdict, step
+from megatron_vshape.tuning.predictor import (
+    TIME_LIMIT,
+    Prediction,
+    Predictor,
+    Verdict,
+    step_seconds,
+)
 
 _MAX_PLANNED_CONFIGS = 3
 """Maximum number of other configurations to plan for, the best first."""
@@ -101,16 +107,16 @@ class Advice:
         stock = [prediction for config in configs for prediction in self.stock(config)]
         stock += [today] if today.is_stock else []
         rows: Rows = {"today": today}
-        rows["stock"] = min(filter(_fits, stock), key=step, default=None)
+        rows["stock"] = min(filter(_fits, stock), key=step_seconds, default=None)
         seconds = self.seconds / _MAX_PLANNED_CONFIGS
         # A configuration that does not fit is no baseline: any plan that fits is better.
         same_sizes = self._with_package(
-            self.command_config, seconds, step(today) if today.fits else math.inf
+            self.command_config, seconds, step_seconds(today) if today.fits else math.inf
         )
         best = [prediction for prediction in (same_sizes, rows["stock"]) if prediction is not None]
         planned, least_s = 0, {config: self._mean_busy_s(config) for config in self.neighbors}
         for config in sorted(self.neighbors, key=least_s.__getitem__):
-            fastest = min(map(step, best), default=math.inf)
+            fastest = min(map(step_seconds, best), default=math.inf)
             # Sorted by lower bound: none of the remaining configurations can be faster.
             if planned == _MAX_PLANNED_CONFIGS or least_s[config] > fastest:
                 break
@@ -118,7 +124,7 @@ class Advice:
             if prediction is not None:
                 best.append(prediction)
                 planned += 1
-        rows |= {"best": min(best, key=step, default=None), "same": same_sizes}
+        rows |= {"best": min(best, key=step_seconds, default=None), "same": same_sizes}
         rows["least"] = self._least_memory([*filter(_fits, stock), *best], rows["best"])
         if self.predictor.subject.recompute == "full":
             rows["DON'T"] = self.published("v-half", self.command_config, is_stock=False)
@@ -128,8 +134,8 @@ class Advice:
         """Return the rows of the comparison for the predictions of a grid."""
         fitting = [prediction for prediction in map(self._as_stock, grid) if prediction.fits]
         stock = [prediction for prediction in fitting if prediction.is_stock]
-        best = min(fitting, key=step, default=None)
-        rows: Rows = {"today": self.today(), "stock": min(stock, key=step, default=None)}
+        best = min(fitting, key=step_seconds, default=None)
+        rows: Rows = {"today": self.today(), "stock": min(stock, key=step_seconds, default=None)}
         rows |= {"best": best, "least": self._least_memory(fitting, best)}
         return rows | {"fsdp": fsdp.best(self.predictor, self.command_config)}
 
@@ -148,9 +154,9 @@ class Advice:
         """Return the smallest peak of those as fast as the best within the error."""
         if best is None:
             return None
-        slowest_s = step(best) / (1 - accuracy.threshold(self.case))
-        near = [prediction for prediction in predictions if step(prediction) <= slowest_s]
-        return min(near, key=lambda prediction: (prediction.peak_bytes, step(prediction)))
+        slowest_s = step_seconds(best) / (1 - accuracy.threshold(self.case))
+        near = [prediction for prediction in predictions if step_seconds(prediction) <= slowest_s]
+        return min(near, key=lambda prediction: (prediction.peak_bytes, step_seconds(prediction)))
 
     def today(self) -> Prediction:
         """Predict the command as it is; with the nearest layer split if Megatron rejects its own.
@@ -274,14 +280,14 @@ class Advice:
         predictions: list[Prediction] = []
         mean_busy_s = self._mean_busy_s(config)
         for costs, least_s in ((pieces, 0.0), (with_moves, mean_busy_s)):
-            if least_s <= (1 - NEAR) * min([known_s, *map(step, predictions)]):
+            if least_s <= (1 - NEAR) * min([known_s, *map(step_seconds, predictions)]):
                 prediction = self.predictor.planned_with_layers(config, costs, seconds / 2)
                 predictions += [] if prediction is None else [prediction]
-        clearly_s = (1 - NEAR) * min([known_s, *map(step, predictions)])
+        clearly_s = (1 - NEAR) * min([known_s, *map(step_seconds, predictions)])
         for feature_config in config.with_features(self.predictor.subject):
             if mean_busy_s <= clearly_s:
                 predictions += self._v_schedules(feature_config)
-        return min(predictions, key=step, default=None)
+        return min(predictions, key=step_seconds, default=None)
 
     def _v_schedules(self, config: Configuration) -> Iterator[Prediction]:
         """Yield the V schedules that fit; a plan of a 70B model needed 22 s and was 0.2% faster."""

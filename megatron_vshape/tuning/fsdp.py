@@ -48,7 +48,7 @@ def best(predictor: Predictor, command_config: Configuration) -> Prediction | No
     return min(predictions, key=lambda row: (not row.fits, row.peak_bytes), default=None)
 
 
-def sentence(fsdp: Prediction | None, baseline: Prediction | None, case: str) -> str:
+def format_comparison(fsdp: Prediction | None, baseline: Prediction | None, case: str) -> str:
     """Format whether FSDP2 is faster than another row by more than the error of the estimate."""
     if fsdp is None or baseline is None or fsdp.step_s is None or baseline.step_s is None:
         return ""

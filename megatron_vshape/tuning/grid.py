@@ -33,7 +33,7 @@ class Dropped:
     reason: str
 
 
-def by_kind(dropped: Sequence[Dropped]) -> dict[str, list[Dropped]]:
+def group_by_kind(dropped: Sequence[Dropped]) -> dict[str, list[Dropped]]:
     """Group configurations by the kind of their reasons."""
     kinds: dict[str, list[Dropped]] = {}
     for rejection in dropped:

@@ -227,7 +227,7 @@ class Launcher:
                 Status.FAILED, log_tail=f"{why}, the last time {job.job_id} ({job.state})"
             )
         try:
-            return worker.merge(job.results())
+            return worker.merge_outcomes(job.results())
         except Exception as error:  # submitit raises the job's exception, of any type
             text = f"{str(error).strip()[-2000:]}\njob {job.job_id} left no result ({job.state})"
             return Outcome(Status.FAILED, log_tail=text)

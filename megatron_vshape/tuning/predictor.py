@@ -164,7 +164,7 @@ class Prediction:
         return self.verdict is Verdict.RUNS
 
 
-def step(prediction: Prediction) -> float:
+def step_seconds(prediction: Prediction) -> float:
     """Return the seconds of a step; infinite if unknown."""
     return math.inf if prediction.step_s is None else prediction.step_s
 
@@ -248,7 +248,7 @@ class Predictor:
                 yield Prediction(config, Verdict.NOT_PLANNED, 0.0, reason=reason)
                 continue
             prediction = self(config, budget)
-            best[config.workload] = min(fastest, step(prediction))
+            best[config.workload] = min(fastest, step_seconds(prediction))
             yield prediction
 
     def least_s(self, config: Configuration) -> float:
@@ -375,7 +375,7 @@ class Predictor:
                 reasons.append(str(error))
         if not predictions:
             raise SweepError(reasons[0])
-        return min(predictions, key=step)
+        return min(predictions, key=step_seconds)
 
     def planned_with_layers(
         self, config: Configuration, pieces: Pieces, seconds: float

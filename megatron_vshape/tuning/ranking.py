@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_vshape.tuning.files import Pruning
 from megatron_vshape.tuning.grid import Dropped
-from megatron_vshape.tuning.predictor import Prediction, step
+from megatron_vshape.tuning.predictor import Prediction, step_seconds
 
 
 def kendall_tau(
@@ -39,7 +39,7 @@ class Pruned:
     dropped: tuple[Dropped, ...]
 
 
-def prune(predictions: Iterable[Prediction], pruning: Pruning) -> Pruned:
+def prune_predictions(predictions: Iterable[Prediction], pruning: Pruning) -> Pruned:
     """Return the predictions that fit and are within the margin of the best, by workload.
 
     The best prediction of every schedule always runs, so that schedules can be compared. So do runs
@@ -51,7 +51,7 @@ def prune(predictions: Iterable[Prediction], pruning: Pruning) -> Pruned:
     for prediction in predictions:
         groups.setdefault(prediction.configuration.workload, []).append(prediction)
     for group in groups.values():
-        fitting = sorted((prediction for prediction in group if prediction.fits), key=step)
+        fitting = sorted((prediction for prediction in group if prediction.fits), key=step_seconds)
         dropped += [
             Dropped(prediction.configuration, f"predicted {prediction.verdict}", prediction.reason)
             for prediction in group
@@ -75,7 +75,7 @@ def _pruning_reason(
     faster_schedules = {faster.configuration.schedule for faster in fitting[:position]}
     if config.arguments or config.schedule not in faster_schedules:
         return None
-    slower = step(prediction) / step(fitting[0]) - 1
+    slower = step_seconds(prediction) / step_seconds(fitting[0]) - 1
     if slower > pruning.margin:
         best = fitting[0].configuration
         return f"predicted {100 * slower:.0f} % slower than {best}"

@@ -298,10 +298,10 @@ def read_outcome(folder: Path, num_nodes: int) -> Outcome | None:
             outcomes.append(Outcome(**{**fields, "status": Status(fields["status"])}))
         except (OSError, ValueError, KeyError, TypeError):
             return None
-    return merge(outcomes)
+    return merge_outcomes(outcomes)
 
 
-def merge(outcomes: Sequence[Outcome]) -> Outcome:
+def merge_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
     """Merge outcomes of nodes: worst status, maximum step time, peak memory and bubble."""
     order = (Status.OUT_OF_MEMORY, Status.FAILED, Status.OK)
     worst = min(outcomes, key=lambda outcome: order.index(outcome.status))

@@ -115,7 +115,7 @@ def test_a_stopped_search_claims_no_better_plan_than_the_bound(
 ) -> None:
     result = plan_request(PlanRequest("auto", 2, 2, seconds=0.1))
     searched_plan = replace(result.plan, lower_bound=result.plan.value * lower_bound)
-    assert plan._so_far(replace(result, searched=searched_plan)).endswith(text)
+    assert plan._format_best_so_far(replace(result, searched=searched_plan)).endswith(text)
 
 
 def test_a_rounding_error_is_no_idle_time() -> None:

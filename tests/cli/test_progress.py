@@ -27,7 +27,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> str:
         search_progress.search(12_345, 678.5, 600.0)
         while stream.getvalue().count("running (") < 2:
             time.sleep(0.01)
-        search_progress.line("limit 2")
+        search_progress.print_line("limit 2")
     return stream.getvalue()
 
 

@@ -47,7 +47,7 @@ from megatron_vshape.tuning.configurations import (
 )
 from megatron_vshape.tuning.grid import expand
 from megatron_vshape.tuning.machine import Machine
-from megatron_vshape.tuning.predictor import Prediction, Predictor, key_of_count, step
+from megatron_vshape.tuning.predictor import Prediction, Predictor, key_of_count, step_seconds
 
 EXPERTS = """pretrain_gpt.py --num-layers 16 --num-attention-heads 8 --num-experts 8
     --micro-batch-size 2 --seq-length 512
@@ -181,7 +181,7 @@ def test_stock_megatron_may_distribute_layers_by_their_work() -> None:
     even, uneven = rows["1f1b", True], rows["1f1b", False]
     assert even.layers == (9, 9, 9, 9)
     assert uneven.layers == (10, 10, 10, 6)
-    assert step(uneven) < 0.8 * step(even)
+    assert step_seconds(uneven) < 0.8 * step_seconds(even)
     layout = "Et*10|(t*10|)*2t*6L"
     flag = "--pipeline-model-parallel-layout"
     assert changes_megatron(uneven, model.command) == [f"{flag} '{layout}'"]
@@ -189,7 +189,7 @@ def test_stock_megatron_may_distribute_layers_by_their_work() -> None:
     assert len(changes_megatron(rows["interleaved-1f1b:3", False], model.command)) == 1
     assert changes_megatron(even, model.command) == ["no virtual stages (1F1B)"]
     split_advice = make_advice(subject(LAYERS_36, flag, layout), pieces)
-    assert step(split_advice.today()) == step(uneven)
+    assert step_seconds(split_advice.today()) == step_seconds(uneven)
     assert changes_megatron(even, split_advice.predictor.subject.command)[0] == f"remove {flag}"
     # Of 40 layers' activations that a first rank with ten layers needs, 38 are there.
     total = GPUS["h100"].memory_bytes
@@ -221,9 +221,9 @@ def test_sizes_whose_last_rank_has_most_work_may_be_the_fastest() -> None:
     best = advice.rows()["best"]
     assert best is not None
     # Without vocabulary parallelism, the output layer alone takes longer than this.
-    assert step(best) < 32 * 3e-6 * 0.8 * head
+    assert step_seconds(best) < 32 * 3e-6 * 0.8 * head
     assert (best.configuration.recompute, best.configuration.vocab_parallel) == (FULL, True)
-    assert advice._mean_busy_s(recompute_config) <= step(best)
+    assert advice._mean_busy_s(recompute_config) <= step_seconds(best)
 
 
 @pytest.mark.parametrize("dummy_gib", [0.0, 2.0, 9.0])
@@ -252,7 +252,7 @@ def test_a_plan_like_1f1b_needs_the_memory_of_megatron_to_be_stock(
     assert stock is not None
     assert plan.is_stock == stock.fits == (dummy_gib < 9.0)
     assert plan.configuration.schedule == ("1f1b" if stock.fits else ADAPTIVE)
-    assert step(plan) == pytest.approx(step(stock))
+    assert step_seconds(plan) == pytest.approx(step_seconds(stock))
     less = 0.0 if stock.fits else 2 * dummy_gib * GIB
     assert plan.peak_bytes == pytest.approx(stock.peak_bytes - less)
 
@@ -373,7 +373,7 @@ def test_today_has_the_vocabulary_parallelism_of_the_command() -> None:
 
     shared = today("--pipeline-vocab-parallel")
     assert shared.configuration.vocab_parallel
-    assert step(shared) < 0.7 * step(today())
+    assert step_seconds(shared) < 0.7 * step_seconds(today())
 
 
 def test_a_stock_row_removes_the_flags_of_the_schedule() -> None:
@@ -510,7 +510,7 @@ def test_a_grid_has_the_same_rows() -> None:
     assert isinstance(best.schedule, Schedule)
     assert (stock.configuration.schedule, best.configuration.schedule) == ("1f1b", "v-zb")
     assert least_memory.peak_bytes <= best.peak_bytes
-    assert step(best) < step(stock)
+    assert step_seconds(best) < step_seconds(stock)
 
 
 SMALL = """--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 64
@@ -530,7 +530,7 @@ def test_advise_reads_the_grid_of_an_old_sweep_file(
     rows = json.loads(file.read_text())
     loaded = load_sample(tmp_path)
     predictions = [predictor_of(loaded)(config) for config in expand(loaded).possible]
-    best = min(predictions, key=step)
+    best = min(predictions, key=step_seconds)
     assert rows["best"]["schedule"] == best.configuration.schedule
     assert rows["best"]["step_s"] == best.step_s
     assert f"--pipeline-schedule {best.configuration.schedule}" in rows["best"]["flags"]

@@ -79,10 +79,10 @@ def test_a_gain_is_reported_if_it_is_larger_than_the_error() -> None:
         (0.5, "slower"),
     ):
         baseline = replace(row, step_s=factor * row.step_s)
-        assert words in fsdp.sentence(row, baseline, advice.case)
+        assert words in fsdp.format_comparison(row, baseline, advice.case)
     too_much = replace(row, verdict=row.verdict.OUT_OF_MEMORY, fit=Fit.TOO_LARGE)
-    assert fsdp.sentence(too_much, row, advice.case).endswith("does not fit.")
-    assert not fsdp.sentence(None, row, advice.case)
+    assert fsdp.format_comparison(too_much, row, advice.case).endswith("does not fit.")
+    assert not fsdp.format_comparison(None, row, advice.case)
 
 
 def test_a_model_that_does_not_fit_is_the_smallest_or_none() -> None:

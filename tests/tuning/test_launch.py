@@ -35,21 +35,21 @@ def unseen(text: str) -> None:
 
 
 def launcher_of(
-    folder: Path, sweep: dict[str, Any], results: Results, say: Callable[[str], None] = unseen
+    folder: Path, sweep: dict[str, Any], results: Results, report: Callable[[str], None] = unseen
 ) -> tuple[Launcher, list[Prediction]]:
     """Return a launcher of the sweep, and the predictions of its runs."""
     loaded = load_sample(folder, sweep=sweep)
     predictor = predictor_of(loaded)
     chosen = [predictor(config) for config in expand(loaded).possible]
-    return Launcher(loaded, predictor, results, folder / "runs", say), chosen
+    return Launcher(loaded, predictor, results, folder / "runs", report), chosen
 
 
 def launch(
-    folder: Path, sweep: dict[str, Any], say: Callable[[str], None] = unseen
+    folder: Path, sweep: dict[str, Any], report: Callable[[str], None] = unseen
 ) -> list[Result]:
     """Launch the sweep, and return the results of its new runs."""
     with open_results(folder / "results.db") as results:
-        launcher, chosen = launcher_of(folder, sweep, results, say)
+        launcher, chosen = launcher_of(folder, sweep, results, report)
         old_keys = results.finished_keys()
         launcher.run(chosen)
         return results.read(results.finished_keys() - old_keys)
@@ -66,9 +66,11 @@ def test_statuses_and_no_run_twice(tmp_path: Path) -> None:
         "also": also,
         **run_over(at_once=4, arguments=["--log-starts", str(starts)]),
     }
-    said: list[str] = []
-    results = {str(result.configuration): result for result in launch(tmp_path, sweep, said.append)}
-    assert sum(line.startswith(("ok", "OOM", "failed")) for line in said) == 4
+    lines: list[str] = []
+    results = {
+        str(result.configuration): result for result in launch(tmp_path, sweep, lines.append)
+    }
+    assert sum(line.startswith(("ok", "OOM", "failed")) for line in lines) == 4
     assert [result.outcome.status for _, result in sorted(results.items())] == [
         Status.OK,
         Status.OK,
@@ -240,11 +242,11 @@ def test_a_refused_job_waits_for_those_that_run(
 def stops(error: type[BaseException]) -> Callable[[str], None]:
     """Return a log of a sweep that ends with this error when it has started a run."""
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         if text.startswith("start"):
             raise error
 
-    return say
+    return report
 
 
 @pytest.mark.usefixtures("states")

@@ -13,7 +13,13 @@ from megatron_vshape import figures
 from megatron_vshape.tuning import worker
 from megatron_vshape.tuning.files import Cluster, RunPart
 from megatron_vshape.tuning.results import Outcome, Status
-from megatron_vshape.tuning.worker import Job, merge, outcome_of, read_outcome, write_outcome
+from megatron_vshape.tuning.worker import (
+    Job,
+    merge_outcomes,
+    outcome_of,
+    read_outcome,
+    write_outcome,
+)
 
 
 def job(nodes: int = 1, backend: str = "gloo", **over: object) -> Job:
@@ -49,7 +55,7 @@ def test_peak_of_several_nodes() -> None:
     first = outcome_of("", [ALLOCATED], 0, nodes)
     last = outcome_of("", steps(), 0, nodes)
     assert last.peak_bytes is None
-    assert merge([first, last]) == Outcome(Status.OK, pytest.approx(0.2), 1024)
+    assert merge_outcomes([first, last]) == Outcome(Status.OK, pytest.approx(0.2), 1024)
 
 
 def test_figures_are_read_as_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +126,7 @@ def test_nodes_are_merged(tmp_path: Path) -> None:
     write_outcome(tmp_path / "node1.json", Outcome(Status.OK, 0.5, 7.0, 0.125))
     assert read_outcome(tmp_path, 2) == Outcome(Status.OK, 0.5, 7.0, 0.125)
     bad = Outcome(Status.OUT_OF_MEMORY, log_tail="x")
-    assert merge([Outcome(Status.OK, 1.0), bad, Outcome(Status.FAILED)]) is bad
+    assert merge_outcomes([Outcome(Status.OK, 1.0), bad, Outcome(Status.FAILED)]) is bad
 
 
 @pytest.mark.parametrize(("number", "port"), [("42", 20_042), ("1234567", 24_567)])

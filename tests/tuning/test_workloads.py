@@ -10,7 +10,7 @@ from megatron_vshape.tuning.configurations import Configuration
 from megatron_vshape.tuning.files import Loaded, Pruning
 from megatron_vshape.tuning.grid import expand
 from megatron_vshape.tuning.predictor import Prediction, Verdict
-from megatron_vshape.tuning.ranking import prune
+from megatron_vshape.tuning.ranking import prune_predictions
 from megatron_vshape.tuning.report import (
     best_rows,
     result_tables,
@@ -35,7 +35,7 @@ def two_batches(tmp_path: Path) -> list[Prediction]:
 
 
 def test_a_large_batch_is_not_slower_for_being_large(two_batches: list[Prediction]) -> None:
-    chosen = prune(two_batches, Pruning(margin=0.9))
+    chosen = prune_predictions(two_batches, Pruning(margin=0.9))
     assert len(chosen.run) == 4
     assert not chosen.dropped
 
@@ -107,5 +107,5 @@ def test_a_plan_asked_for_by_name_is_made_however_slow(tmp_path: Path) -> None:
         if config.recompute == "full"
     }
     assert verdicts == {(): Verdict.NOT_PLANNED, ("--x",): Verdict.RUNS}
-    run = prune(predictions.values(), Pruning(margin=0.0)).run
+    run = prune_predictions(predictions.values(), Pruning(margin=0.0)).run
     assert any(prediction.configuration.arguments == ("--x",) for prediction in run)
