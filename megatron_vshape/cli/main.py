@@ -19,7 +19,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 
 PROGRAM = "megatron-vshape"
 FAILED = 2
-_INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
+_INTERRUPTED = 130  # exit status of a program that Ctrl-C has ended
 
 COMMANDS = {
     "advise": "compare a training command with the best of stock Megatron and of this package",

@@ -266,7 +266,7 @@ class Predictor:
         return min_us * 1e-6
 
     def pieces(self, config: Configuration) -> Pieces:
-        """Return the counted costs of a layer and of both ends."""
+        """Return the counted costs of a layer, the embedding and the output layer."""
         return config.adapted(self.counts(config).pieces, self.subject)
 
     def costs(
@@ -275,7 +275,7 @@ class Predictor:
         """Return the costs of stages with these layers, or with those of the layout."""
         pieces = self.pieces(config)
         layers = layers or layers_of_stages(config, self.subject, placement)
-        # With passes of no stage, the ends of the model belong to all devices.
+        # With vocabulary parallelism, embedding and output layer are sharded over all ranks.
         if pieces.others:
             return pieces.costs(tuple(layers))
         costs = self.with_embeddings(pieces, placement).costs(tuple(layers))
@@ -384,7 +384,7 @@ class Predictor:
 
         Args:
             config: the configuration; its layout and schedule are ignored.
-            pieces: costs of a layer and of both ends of the model.
+            pieces: costs of a layer, the embedding and the output layer.
             seconds: search time.
 
         Returns:

@@ -1,4 +1,4 @@
-"""What commands tell, and keep, where costs know all that a device needs."""
+"""Total memory in the output and the limits of commands, if a costs file has model states."""
 
 import re
 from dataclasses import replace
@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 def costs(devices: int = 4) -> Costs:
-    """Return costs whose ends are heavy: 15 GiB of state, and a loss that works with 2 GiB."""
+    """Return costs whose first and last stages need more memory for states and the loss."""
     stages = 2 * devices
     stage_costs = Costs(
         *((1000.0,) * stages,) * 3,
@@ -100,7 +100,7 @@ def test_what_fits_nowhere_is_told_in_gib_of_all(
 def test_layers_are_dealt_out_so_that_something_fits(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With as many in each, one microbatch alone needs 39.5 GiB of the largest device."""
+    """With an even split, one microbatch alone needs 39.5 GiB on the largest rank."""
     arguments = ("plan", "--costs", file, "--chunks", "2", "--memory-limit")
     assert main([*arguments, "37GiB", "--devices", "4", "--microbatches", "8"]) == 2
     assert "no schedule fits: the limit of rank" in capsys.readouterr().err

@@ -81,7 +81,7 @@ def test_the_overhead_of_a_pass_counts_in_every_plan(
 
 
 def test_the_ends_of_a_model_cost_something(capsys: pytest.CaptureFixture[str]) -> None:
-    """In three numbers, or as so many of the layers, of which 8 stages have one each."""
+    """As three times, or as a number of layers, of which each of the 8 stages has one."""
     shown = []
     for head in (["--head", "2,2.3,1.7"], ["--head", "2"]):
         arguments = ["plan", *SIZE, *COST, "--layers", "8", "--chunks", "2", *head]
@@ -180,7 +180,7 @@ def test_a_costs_file_is_taken_apart_for_a_shared_vocabulary(
 def test_activations_may_wait_in_host_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is copied is told and drawn, beside what the plan would be without."""
+    """Offloading is printed and drawn, and compared with the plan without offloading."""
     path, page = tmp_path / "plan.json", tmp_path / "plan.html"
     sizes = ["--devices", "2", "--microbatches", "6", "--chunks", "2", *COST]
     files = ["--export", str(path), "--html", str(page)]
@@ -194,7 +194,7 @@ def test_activations_may_wait_in_host_memory(
 
 
 def test_host_memory_may_have_a_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In chunks as it is, in GiB less what the last block of it may leave unused."""
+    """In GiB, less than the limit is usable, because the last block may be partly unused."""
     path = tmp_path / "costs.json"
     costs = Costs.uniform(2, 4, 1.0, 1.15, 0.85, 0.05)
     memory = {"held_after_forward_bytes": (GIB,) * 4, "held_after_backward_bytes": (GIB,) * 4}

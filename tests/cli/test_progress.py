@@ -1,4 +1,4 @@
-"""What is told of a search that takes long."""
+"""Progress reports of long searches."""
 
 import io
 import time
@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> str:
-    """Return what is written of a search that says something once, then takes its time."""
+    """Return the output of a search that reports one state and then continues silently."""
     monkeypatch.setattr(progress, "FIRST_S", 0.02)
     monkeypatch.setattr(progress, "TERMINAL_S", 0.02)
     monkeypatch.setattr(progress, "FILE_S", 0.02)

@@ -325,7 +325,7 @@ def run(*arguments, **options):
 
 @pytest.fixture
 def environment():
-    """What a process needs to import the package that is being tested."""
+    """Return an environment in which a process imports the tested package."""
     import megatron_vshape
 
     folder = os.path.dirname(os.path.dirname(megatron_vshape.__file__))

@@ -1,4 +1,4 @@
-"""A plan is due when its seconds are over, and when somebody presses Ctrl-C."""
+"""A plan ends at its time limit, and with Ctrl-C."""
 
 import os
 import signal
@@ -34,9 +34,9 @@ def interrupt() -> None:
 
 @pytest.fixture
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Have Ctrl-C come so many seconds after the first search has told of itself.
+    """Send Ctrl-C some seconds after the first progress report of a search.
 
-    What has not come by the end of the test does not come.
+    Timers that have not fired at the end of the test are cancelled.
     """
     started_timers: list[threading.Timer] = []
 
@@ -67,9 +67,9 @@ def test_work_that_ends_in_time_is_not_touched() -> None:
 
 def test_an_error_of_the_work_is_raised() -> None:
     def fail() -> None:
-        raise LookupError("what")
+        raise LookupError("missing")
 
-    with pytest.raises(LookupError, match="what"):
+    with pytest.raises(LookupError, match="missing"):
         Budget(None).run(fail, pytest.fail)
 
 

@@ -1,4 +1,4 @@
-"""What the sample's model costs as if counted, so that tests of a sweep rehearse nothing."""
+"""Invented counts of the sample model, so that tests of a sweep need no dry runs."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +16,7 @@ MIB = 2.0**20
 
 
 def counted(config: Configuration, vocabulary: int = 1024, mtp_layers: int = 0) -> Counted:
-    """Return what a layer and the ends take: as long as tokens, held like them."""
+    """Return costs of the layers that are proportional to the number of tokens."""
     tokens = config.sequence_length * config.microbatch_size / config.context_parallel
     share = tokens / config.tensor_parallel / 64
     recomputations = 1.0 if config.recompute == FULL else 0.0
@@ -53,14 +53,14 @@ def counted(config: Configuration, vocabulary: int = 1024, mtp_layers: int = 0) 
 
 
 def predictor_of(loaded: Loaded) -> Predictor:
-    """Return a predictor by such counts."""
+    """Return a predictor that uses these counts."""
     subject = loaded.subject
     machine = Machine.of(loaded.cluster)
     return Predictor(subject, machine, Fake(subject, machine), loaded.sweep.post_validation)
 
 
 class Fake:
-    """Takes the place of `Counts`, which rehearses."""
+    """Replacement of `Counts` without dry runs."""
 
     def __init__(self, subject: Subject, machine: Machine, *checkouts: object) -> None:
         self.subject = subject
@@ -70,11 +70,11 @@ class Fake:
         return 0, 0
 
     def __call__(self, config: Configuration) -> Counted:
-        """Return what a combination is taken to cost."""
+        """Return the invented costs of a configuration."""
         return counted(config, self.subject.vocabulary, self.subject.mtp_layers)
 
 
 def install() -> None:
-    """Have sweeps of this process rehearse nothing."""
+    """Replace `Counts` for the sweeps of this process."""
     module: Any = predictor
     module.Counts = Fake

@@ -1,4 +1,4 @@
-"""Sweeps for the tests: small files in a folder of the test's own."""
+"""Sweeps for the tests: small files in the folder of a test."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_every_size_is_a_candidate_unless_it_is_kept() -> None:
 
 
 def test_flags_of_a_row_are_the_difference_of_two_commands() -> None:
-    """Also those that follow from a size: sequence parallelism from tensor parallelism."""
+    """This includes flags that follow from a size: sequence parallelism for TP > 1."""
     model = subject(EXPERTS.replace("tensor-model-parallel-size 2", "tensor-model-parallel-size 1"))
     command_config = own_configuration(model, 32)
     (config,) = [
@@ -169,7 +169,7 @@ LAYERS_36 = """pretrain_gpt.py --num-layers 36 --pipeline-model-parallel-size 4
 
 
 def test_stock_megatron_may_distribute_layers_by_their_work() -> None:
-    """An output layer of four layers makes the last of even ranks the one that all wait for."""
+    """With an even split, an output layer as slow as four layers delays all ranks."""
     model, layer = subject(LAYERS_36), Piece(1.0, 1.0, 1.0, GIB, 0.0)
     head = Piece(4.0, 4.0, 4.0, 0.0, 0.0)
     pieces = Pieces(layer, NOTHING, head, 0.0)
@@ -204,7 +204,7 @@ def test_stock_megatron_may_distribute_layers_by_their_work() -> None:
 
 
 def test_sizes_whose_last_rank_has_most_work_may_be_the_fastest() -> None:
-    """Vocabulary parallelism divides an output layer that takes longer than any other rank."""
+    """Vocabulary parallelism shards an output layer that is slower than any other rank."""
     model, layer, head = subject(LAYERS_36), Piece(1.0, 1.0, 1.0, 1.0, 0.0), 36.0
     last = Piece(head, head, head, 1.0, 0.0)
     advice = make_advice(model, Pieces(layer, NOTHING, last, 0.0))
@@ -220,7 +220,7 @@ def test_sizes_whose_last_rank_has_most_work_may_be_the_fastest() -> None:
     advice.neighbors = [recompute_config]
     best = advice.rows()["best"]
     assert best is not None
-    # Without vocabulary parallelism, the output layer alone takes longer than this.
+    # Without vocabulary parallelism, the output layer alone is slower than this.
     assert step_seconds(best) < 32 * 3e-6 * 0.8 * head
     assert (best.configuration.recompute, best.configuration.vocab_parallel) == (FULL, True)
     assert advice._mean_busy_s(recompute_config) <= step_seconds(best)
@@ -304,7 +304,7 @@ def test_today_has_the_layers_that_megatron_gives_its_ranks(
     ],
 )
 def test_a_split_that_megatron_rejects_is_no_baseline(flags: str, reason: str, fix: str) -> None:
-    """Stock Megatron asserts that the layers divide, or their number without those of the ends."""
+    """Stock Megatron asserts that the layers divide, or also embedding and output layer."""
     model = subject(f"{LAYERS_36} --num-layers 30 {flags}")
     advice = make_advice(model, Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0))
     row = advice.today()
@@ -478,7 +478,7 @@ def test_rehearse_and_advise_agree_whether_a_rank_fits(peak_gib: float, headroom
 
 
 def test_the_last_rank_of_a_tied_model_has_a_copy_of_the_embedding() -> None:
-    """Except in a V, where the first rank has both ends."""
+    """In a V, the first rank has both the embedding and the output layer."""
     embedding = Piece(0.0, 0.0, 0.0, 0.0, 0.0, state_bytes=3.0 * GIB)
     pieces = Pieces(Piece(1.0, 1.0, 1.0, 0.0, 0.0), embedding, NOTHING, 0.0)
 
@@ -594,7 +594,7 @@ def test_a_command_that_cannot_run_on_the_gpus_is_rejected(
 def test_configurations_beyond_the_maximum_are_not_evaluated_and_listed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One less than the maximum was evaluated, and the others were left out without a word."""
+    """One less than the maximum was evaluated, and the others were omitted without a message."""
     counted: list[Configuration] = []
 
     class Recorded(Fake):
@@ -653,7 +653,7 @@ def test_flags_name_a_schedule_only_if_training_has_the_name(
 def test_what_of_a_grid_is_not_evaluated_is_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """--seconds was ignored, and impossible configurations were left out without a word."""
+    """--seconds was ignored, and impossible configurations were omitted without a message."""
     monkeypatch.setattr("megatron_vshape.cli.advise.Counts", Fake)
     grid = {"schedule": ["1f1b", "adaptive"], "pipeline_parallel": [2, 16], "layout": ["even"]}
     path = write_sweep(tmp_path, sweep={"grid": grid})

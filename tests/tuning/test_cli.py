@@ -38,7 +38,7 @@ def call(*arguments: object) -> int:
 def test_predict_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It needs no trainer and no submitit."""
+    """No trainer and no submitit are necessary."""
     monkeypatch.setitem(sys.modules, "submitit", None)
     table = tmp_path / "all.csv"
     path = write_sweep(tmp_path, sweep={"run": {**SWEEP["run"], "script": "gone.py"}})
@@ -47,7 +47,7 @@ def test_predict_only(
     assert "V-Half" in out
     with table.open() as file:
         rows = list(csv.DictReader(file))
-    for row in rows:  # one peak is the largest of the ranks', of which the parts are told
+    for row in rows:  # the peak of the row is the maximum over its ranks
         of_ranks, *parts = (
             [float(gib) for gib in row[f"predicted_{name}"].split()]
             for name in ("ranks", "states", "activations", "rest")

@@ -1,4 +1,4 @@
-"""A sweep trains whatever a training command does: its grid, its flags, and what is counted."""
+"""Sweeps of a training command: the grid, the flags and the counted sizes."""
 
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ def test_without_a_model_the_command_must_follow(tmp_path: Path) -> None:
 def test_what_cannot_be_rehearsed_here_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is no formula in its place."""
+    """The counted costs have no formula as a fallback."""
     loaded = swept(tmp_path, "pretrain_gpt.py", *EXPERTS)
     counts = Counts(loaded.subject, Machine.of(loaded.cluster))
     monkeypatch.setattr(sources, "find_megatron", lambda path, script: None)

@@ -1,4 +1,4 @@
-"""Files: what is wrong is one sentence with the file, the key and the value."""
+"""Input files: errors are one sentence with the file, the key and the value."""
 
 import re
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def test_shipped_sweeps_load_and_have_something_to_run(path: Path) -> None:
 def test_shipped_models_have_the_size_in_their_name(
     tmp_path: Path, name: str, billions: float
 ) -> None:
-    """The paper counts one vocabulary matrix, as if the ends were tied."""
+    """The paper counts one vocabulary matrix, as with tied embeddings."""
     path = ROOT / "configs" / "models" / f"gpt_{name}.yaml"
     load_sweep(write_sweep(tmp_path, sweep={"model": str(path)}))
     model = load(path, ModelFile)
@@ -129,7 +129,7 @@ def test_removed_keys_of_old_files_are_ignored_with_a_warning(
         ("name: x\nmodel: y\nname: z", "sweep.yaml: the key name occurs twice, in lines 1 and 3"),
         ("grid: {a: 1, a: 1}", "the key a occurs twice, in lines 1 and 1"),
         ("name: x", "the key cluster is missing \\(and 1 more\\)"),
-        # What is missing may be what is misspelt.
+        # A missing key may be a misspelled one.
         ("nmae: x\nmodle: y", "unknown keys nmae, modle; known: also, "),
     ],
 )

@@ -40,7 +40,7 @@ def test_states_are_sharded_and_layers_are_gathered() -> None:
 
 
 def test_inputs_that_a_layer_keeps_are_neither_sharded_nor_gathered() -> None:
-    """A layer with recomputed experts keeps inputs between steps, besides its states."""
+    """A layer with recomputed experts keeps inputs between steps, in addition to its states."""
     advice, step_s, peak = without_pipeline(8)
     counted = advice.predictor.counts(advice.command_config)
     layer = replace(LAYER, state_bytes=LAYER.state_bytes + GIB / 64)

@@ -93,7 +93,7 @@ def test_runs_beside_the_grid_keep_their_arguments(tmp_path: Path) -> None:
 
 
 def test_a_shared_vocabulary_has_its_own_layers(tmp_path: Path) -> None:
-    """Ends that no stage has do not count; any number of layers can be dealt out then."""
+    """Embedding and output layer do not count as layers then, so any number is possible."""
     over = {
         **SWEEP["grid"],
         "schedule": ["v-half"],
@@ -125,7 +125,7 @@ def test_multi_token_prediction_is_the_trainers_too(tmp_path: Path, shared: bool
 
 
 def test_where_the_usual_layout_does_not_divide_auto_deals_layers_out(tmp_path: Path) -> None:
-    """80 layers, as Llama 70B has, and both ends: 2 stages have equally many, 4 have not."""
+    """80 layers, as Llama 70B has, and the two ends divide among 2 stages, but not among 4."""
     grid = {name: value for name, value in SWEEP["grid"].items() if name != "layout"}
     model = {**MODEL, "layers": 80}
     expanded = expand(load_sample(tmp_path, model=model, sweep={"grid": grid}))

@@ -93,7 +93,7 @@ ONE = {"grid": {**SWEEP["grid"], "schedule": ["1f1b"], "microbatch_size": [1]}}
 
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return what puts scripts on the PATH, by name, that stand for SLURM's."""
+    """Return a function that puts scripts with the names of SLURM's commands on the PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
@@ -114,7 +114,7 @@ def test_what_sbatch_refuses_is_told(tmp_path: Path, tools: Callable[..., None])
     script = (tmp_path / "asked").read_text()
     assert "#SBATCH --partition=none\n" in script
     assert "#SBATCH --mem=1GB\n" in script
-    # The cluster has no GPU, and false takes a flag away.
+    # The cluster has no GPU, and false removes a flag.
     assert "--gpus" not in script
     assert "--exclusive" not in script
     assert "#SBATCH --cpus-per-task=6\n" in script  # two devices with three threads
@@ -148,15 +148,16 @@ PICKLED = cloudpickle.dumps(("success", Outcome(Status.OK, 0.5)))
 
 @pytest.fixture
 def states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let nothing of other tests' jobs be remembered, and nothing be waited for."""
+    """Forget the jobs of other tests, and do not wait for results."""
     monkeypatch.setattr(launching._Job, "watcher", launching._States())
     monkeypatch.setattr(launching._Job, "_results_timeout_s", 0)
 
 
 @pytest.fixture
 def slurm(tmp_path: Path, tools: Callable[..., None], states: None) -> Callable[..., Result]:
-    """Return what sweeps one run, whose jobs 42, 43, ... end in the given states, all but the last
-    without a result, and returns its result.
+    """Return a function that sweeps one run and returns its result.
+
+    Its jobs 42, 43, ... end in the given states, all but the last without a result.
     """
 
     def sweep(*states: str, stopped: bool = False) -> Result:
@@ -221,7 +222,7 @@ TWO = {"grid": {**SWEEP["grid"], "schedule": ["1f1b"]}} | run_over(executor="slu
 def test_a_refused_job_waits_for_those_that_run(
     tmp_path: Path, tools: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first job ends when the second has been refused."""
+    """The first job ends when the second has been rejected."""
     monkeypatch.setattr(launching, "RETRY_S", 0.1)
     (tmp_path / "result.pkl").write_bytes(PICKLED)
     tools(

@@ -89,7 +89,7 @@ HEAVY = {"vocabulary_size": 65536}
 
 
 def test_a_shared_vocabulary_is_predicted(tmp_path: Path) -> None:
-    """Its passes are in the step, and nobody has all of the ends' parameters."""
+    """Its passes are in the step, and no rank has all parameters of the vocabulary."""
     grid = {**SWEEP["grid"], "schedule": ["v-half"], "vocab_parallel": [False, True]}
     loaded = load_sample(tmp_path, sweep={"grid": grid}, model=HEAVY)
     unshared, shared = expand(loaded).possible[:2]
@@ -99,7 +99,7 @@ def test_a_shared_vocabulary_is_predicted(tmp_path: Path) -> None:
     assert one.step_s is not None
     assert two.step_s is not None
     assert two.step_s < 0.8 * one.step_s
-    ends = 2 * 4 * MIB * 64  # that the first device has of a V
+    ends = 2 * 4 * MIB * 64  # of the vocabulary, on the first rank of a V
     assert one.peak_bytes - two.peak_bytes > 0.5 * ends
     assert str(shared).endswith("vocab-parallel")
 
@@ -116,7 +116,7 @@ def test_an_adaptive_plan_shares_it_too(tmp_path: Path) -> None:
 
 
 def test_multi_token_prediction_is_predicted(tmp_path: Path) -> None:
-    """In time, in memory and in FLOPs; dealt out by what it takes, it costs less."""
+    """In time, memory and FLOPs; a layer split by its work makes the step faster."""
     predictions = []
     for mtp_layers in (0, 1):
         loaded = load_sample(tmp_path, model={**HEAVY, "mtp_layers": mtp_layers})
@@ -140,7 +140,7 @@ def test_multi_token_prediction_is_predicted(tmp_path: Path) -> None:
 
 
 def test_copies_take_the_time_of_the_link_to_the_host(tmp_path: Path) -> None:
-    """At 10 GB/s a MB takes 100 us."""
+    """At 10 GB/s, 1 MB needs 100 us."""
     costs = replace(Costs.uniform(2, 4), held_after_forward_bytes=(1e6, 2e6, 2e6, 1e6))
     cluster = load_sample(tmp_path, cluster={"host_link": {"gb_per_s": 10}}).cluster
     copied_costs = Machine.of(cluster).copied(costs)
@@ -152,7 +152,7 @@ def test_copies_take_the_time_of_the_link_to_the_host(tmp_path: Path) -> None:
 
 def test_adaptive_has_activations_wait_where_the_cluster_file_has_a_link(tmp_path: Path) -> None:
     workloads = [{"sequence_length": 64, "global_batch_size": 32}]
-    # Little more than what is there besides activations, so that the order alone waits for memory.
+    # Little more than the memory without activations, so that the schedule waits for memory.
     device = CLUSTER["device"] | {"memory_gib": 2.45}
 
     def predict(**link: float) -> tuple[float, int]:

@@ -1,4 +1,4 @@
-"""The laptop's sweep with Megatron's trainer, killed half way and run again; takes minutes."""
+"""The laptop's sweep with Megatron's trainer, killed half way and run again (minutes)."""
 
 import os
 import signal

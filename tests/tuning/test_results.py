@@ -1,4 +1,4 @@
-"""The results file: nothing that was recorded is lost, and what it is not is refused."""
+"""Results file: no recorded result is lost, and other files are rejected."""
 
 import errno
 import fcntl
@@ -103,7 +103,7 @@ def test_kill_loses_nothing_that_was_recorded(tmp_path: Path) -> None:
 
 
 def test_a_reader_finds_what_a_kill_left(tmp_path: Path) -> None:
-    """The first to read after a kill puts right what was being written, and loses no result."""
+    """The first reader after a kill rolls the unfinished write back and loses no result."""
     path, copy = tmp_path / "results.db", tmp_path / "copy.db"
     with open_results(path) as results:
         results.record("a", "test", RESULT)
@@ -223,7 +223,7 @@ def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_no_write_ahead_log_which_network_file_systems_cannot_have(tmp_path: Path) -> None:
-    """What an earlier version kept in one is there still."""
+    """Results of an earlier version that are in a write-ahead log can still be read."""
     path = tmp_path / "results.db"
     with open_results(path) as results:
         results.record("a", "test", RESULT)

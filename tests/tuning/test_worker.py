@@ -50,7 +50,7 @@ def test_the_measured_steps_follow_the_warm_up() -> None:
 
 
 def test_peak_of_several_nodes() -> None:
-    """The first node tells the memory, the last one the steps."""
+    """The first node reports the memory, the last one the step times."""
     nodes = job(2, "nccl")
     first = outcome_of("", [ALLOCATED], 0, nodes)
     last = outcome_of("", steps(), 0, nodes)
@@ -153,7 +153,7 @@ while True:
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux tells descendants")
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="descendants: Linux only")
 def test_ranks_in_sessions_of_their_own_end_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "STOPPING_S", 0.5)
     run = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE)

@@ -28,7 +28,7 @@ def survey(loaded: Loaded, margin: float) -> dict[Configuration, Prediction]:
 
 @pytest.fixture
 def two_batches(tmp_path: Path) -> list[Prediction]:
-    """Predictions of two batch sizes; a step of the larger takes about eight times as long."""
+    """Predictions of two batch sizes; a step of the larger is about eight times slower."""
     grid = {**SWEEP["grid"], "schedule": ["v-half"], "microbatch_size": [1, 2]}
     sweep = {"workloads": TWO_BATCHES, "grid": grid}
     return list(survey(load_sample(tmp_path, sweep=sweep), 0.5).values())
@@ -62,7 +62,7 @@ def test_measured_figures_are_shown_with_the_predicted(two_batches: list[Predict
 
 
 def test_a_run_that_failed_is_no_winner(two_batches: list[Prediction]) -> None:
-    """Though it was predicted to be the fastest, what was measured is."""
+    """The fastest measured run wins over a failed run with a better prediction."""
     first, second = (
         prediction for prediction in two_batches if prediction.configuration.global_batch_size == 8
     )
