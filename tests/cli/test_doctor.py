@@ -29,7 +29,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
 
-def test_without_any_package_it_says_what_is_missing() -> None:
+def test_doctor_lists_missing_packages() -> None:
     run = python("-S", "-m", "megatron_vshape.cli.main", "doctor")
     assert run.returncode == 0, run.stderr
     lines = [line.split(maxsplit=1) for line in run.stdout.splitlines()]
@@ -40,7 +40,7 @@ def test_without_any_package_it_says_what_is_missing() -> None:
     assert run.stdout.endswith("\nready to plan and draw\n")
 
 
-def test_where_everything_fits() -> None:
+def test_verbose_doctor_lists_hooks_and_options() -> None:
     core = pytest.importorskip("megatron.core")
     from megatron_vshape.mcore.hooks import registry
     from megatron_vshape.mcore.refusals import REFUSALS, By
@@ -84,7 +84,7 @@ def test_the_report_is_short_and_names_options() -> None:
     assert "megatron.core.pipeline_parallel" not in run.stdout  # hooks only with --verbose
 
 
-def test_known_problems_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_warns_of_known_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for version, warned in (((2, 30, 7), True), ((2, 31, 2), False)):
@@ -93,7 +93,7 @@ def test_known_problems_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_checkout_may_be_another_megatron(tmp_path: Path) -> None:
+def test_doctor_accepts_another_megatron_checkout(tmp_path: Path) -> None:
     """One whose trainer is empty: looked at in place of the installed one."""
     pytest.importorskip("megatron.core")
     (tmp_path / "megatron" / "core").mkdir(parents=True)

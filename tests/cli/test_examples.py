@@ -40,6 +40,6 @@ def test_a_folder_that_cannot_be_made(packed, tmp_path, capsys):
     assert "cannot be written: Not a directory" in capsys.readouterr().err
 
 
-def test_a_checkout_has_them_already(capsys):
+def test_examples_command_is_rejected_in_a_checkout(capsys):
     assert main(["examples"]) == 2
     assert "the examples of a checkout are in " in capsys.readouterr().err

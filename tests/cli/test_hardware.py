@@ -75,7 +75,7 @@ def test_software_sets_the_memory_of_cuda_and_libraries(tmp_path: Path) -> None:
         (FILE.replace("nodes: 1\n", ""), "nodes"),
     ],
 )
-def test_a_wrong_cluster_file_is_told(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_cluster_file_is_rejected(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         of_cluster(written(tmp_path, text))
 

@@ -58,7 +58,7 @@ def test_help_fits_a_terminal(capsys, monkeypatch, command):
         (["advise"], "the training command is missing: add it after --, as in -- pretrain_gpt.py"),
     ],
 )
-def test_what_is_no_command(capsys, arguments, text):
+def test_invalid_command_is_rejected(capsys, arguments, text):
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith(f"megatron-vshape: {text}")
 
@@ -76,7 +76,7 @@ def test_closed_streams(closed):
     assert (completed.returncode, completed.stderr) == (0, "")
 
 
-def test_a_name_that_the_terminal_cannot_write(tmp_path):
+def test_unencodable_schedule_name_is_escaped(tmp_path):
     schedule = replace(make("v-half", 2, 2), name="größe")
     (tmp_path / "a.json").write_text(schedule.to_json(), encoding="utf-8")
     ascii_alone = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
@@ -85,7 +85,7 @@ def test_a_name_that_the_terminal_cannot_write(tmp_path):
     assert "gr\\xf6\\xdfe" in completed.stdout
 
 
-def test_a_directory_that_is_gone():
+def test_deleted_current_directory_is_reported():
     completed = in_shell("cd $(mktemp -d) && rmdir $PWD && $RUN doctor")
     assert (completed.returncode, completed.stdout) == (2, "")
     assert completed.stderr == (

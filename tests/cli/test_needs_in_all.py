@@ -43,7 +43,9 @@ def output_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_a_schedule_tells_every_device(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedule_prints_total_memory_per_rank(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = output_of(capsys, "schedule", "v-half", "--costs", file)
     schedule = make("v-half", 4, 8)
     peaks = peak_held(schedule, costs())
@@ -55,7 +57,7 @@ def test_a_schedule_tells_every_device(file: str, capsys: pytest.CaptureFixture[
     assert "chunks" not in text.split("peak memory")[1]
 
 
-def test_lighter_layers_need_what_is_told_and_no_move_of_one_needs_less() -> None:
+def test_lighter_layers_are_a_local_minimum() -> None:
     schedule, measured_costs = make("v-half", 4, 8), costs()
     layers, peak = lighter_layers(schedule, measured_costs)
     pieces = Pieces.of(measured_costs, (4,) * 8)
@@ -74,7 +76,7 @@ def test_lighter_layers_need_what_is_told_and_no_move_of_one_needs_less() -> Non
     )
 
 
-def test_a_limit_in_gib_is_of_all_and_one_in_chunks_of_activations(
+def test_limit_in_gib_is_total_and_in_chunks_activation_memory(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     short = ("--costs", file, "--chunks", "2")
@@ -88,7 +90,7 @@ def test_a_limit_in_gib_is_of_all_and_one_in_chunks_of_activations(
     assert "\nper rank" not in alone
 
 
-def test_what_fits_nowhere_is_told_in_gib_of_all(
+def test_infeasible_limit_is_reported_as_total_gib(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["plan", "--devices", "4", "--microbatches", "8", "--costs", file]
@@ -97,7 +99,7 @@ def test_what_fits_nowhere_is_told_in_gib_of_all(
     assert re.search(r"rank \d is 30 GiB, and one microbatch needs [\d.]+ GiB", error)
 
 
-def test_layers_are_dealt_out_so_that_something_fits(
+def test_auto_layer_split_makes_a_limit_feasible(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With an even split, one microbatch alone needs 39.5 GiB on the largest rank."""

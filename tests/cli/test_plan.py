@@ -80,7 +80,7 @@ def test_the_overhead_of_a_pass_counts_in_every_plan(
     assert busy[1] >= busy[0] + 4 * 2 * 0.5  # at least F and BW of one chunk
 
 
-def test_the_ends_of_a_model_cost_something(capsys: pytest.CaptureFixture[str]) -> None:
+def test_embedding_and_head_times_count_in_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """As three times, or as a number of layers, of which each of the 8 stages has one."""
     shown = []
     for head in (["--head", "2,2.3,1.7"], ["--head", "2"]):
@@ -144,7 +144,7 @@ def test_the_search_itself_is_no_row(capsys: pytest.CaptureFixture[str]) -> None
 HEAVY = ["--layers", "16", "--chunks", "2", "--head", "4"]
 
 
-def test_devices_may_share_the_vocabulary(
+def test_plan_with_vocabulary_parallelism(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "plan.json"
@@ -158,7 +158,7 @@ def test_devices_may_share_the_vocabulary(
     assert float(match[1]) < 8 * (2 * 3 + 6)
 
 
-def test_a_costs_file_is_taken_apart_for_a_shared_vocabulary(
+def test_vocabulary_parallelism_from_a_costs_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layer, embedding = Piece(100.0, 115.0, 85.0, 2.0**26, 2.0**26), Piece(5.0, 5, 5, 2.0**20, 0)
@@ -177,9 +177,7 @@ def test_a_costs_file_is_taken_apart_for_a_shared_vocabulary(
     assert values[0] == pytest.approx(values[1], rel=0.02)  # but for what the logits hold
 
 
-def test_activations_may_wait_in_host_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_with_offloading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Offloading is printed and drawn, and compared with the plan without offloading."""
     path, page = tmp_path / "plan.json", tmp_path / "plan.html"
     sizes = ["--devices", "2", "--microbatches", "6", "--chunks", "2", *COST]
@@ -213,7 +211,7 @@ def test_host_memory_may_have_a_limit(tmp_path: Path, capsys: pytest.CaptureFixt
         assert match is not None or max_offloaded < 2
 
 
-def test_layers_are_dealt_out_beside_copies(capsys: pytest.CaptureFixture[str]) -> None:
+def test_layer_split_with_offloading(capsys: pytest.CaptureFixture[str]) -> None:
     split = ["--layers", "9", "--layer-split", "auto", "--head", "2", "--chunks", "2"]
     size = ["--devices", "2", "--microbatches", "4", *COST, "--memory-limit", "3"]
     assert main(["plan", *size, "--offload", "1", *split]) == 0
@@ -239,7 +237,7 @@ def test_the_frontier_is_a_picture_and_a_table(
     assert "v-half" in capsys.readouterr().out
 
 
-def test_a_frontier_says_its_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_frontier_table_names_its_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     memory = (2.0**30,) * 4
     costs = Costs((1e6,) * 4, (1e6,) * 4, (1e6,) * 4, 0.0, memory, memory)
@@ -253,7 +251,7 @@ def test_a_frontier_says_its_unit(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "e+" not in capsys.readouterr().out
 
 
-def test_ctrl_c_ends_a_frontier_with_what_is_done(
+def test_ctrl_c_writes_the_finished_part_of_a_frontier(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The search of the second limit ends with its best plan; no further limit is searched."""
@@ -298,7 +296,7 @@ def test_a_limit_in_gib_is_of_the_costs_bytes(
     assert "peak memory     6 GiB (6 chunks), limit 6 GiB (6 chunks)" in capsys.readouterr().out
 
 
-def test_the_least_limit_is_told_in_gib_and_is_enough(
+def test_reported_minimum_limit_is_sufficient(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     memory = (2_345_678_901.0, *(1e9,) * 7)
@@ -372,7 +370,7 @@ def test_a_name_with_a_plus_has_the_memory_and_less_time(
 
 @pytest.mark.parametrize("name", ["p.csv", "p.json.csv", "p.csv.json"])
 @pytest.mark.parametrize("command", [["plan", "--chunks", "2"], ["schedule", "v-half"]])
-def test_the_last_suffix_says_the_format(tmp_path: Path, command: list[str], name: str) -> None:
+def test_last_suffix_selects_the_format(tmp_path: Path, command: list[str], name: str) -> None:
     path = tmp_path / name
     size = ["--devices", "2", "--microbatches", "4"]
     assert main([*command, *size, "--export", str(path)]) == 0
@@ -399,7 +397,7 @@ def test_layers_that_a_costs_file_contradicts(
     assert main([*arguments, "--layers", "16", "--chunks", "2"]) == 0
 
 
-def test_the_table_has_what_helps_to_choose(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_omits_irrelevant_rows_without_all(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["plan", "--devices", "4", "--microbatches", "16", "--cost", "1,1.15,.85,.05"]
     sizes += ["--memory-limit", "6", "--layers", "32"]
     tables = {}

@@ -45,7 +45,7 @@ def test_a_file_has_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "running (0 s): 12,345 steps, best 678.5, lower bound 600\n" in text
 
 
-def test_what_is_quick_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_work_reports_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)
     with progress.report_progress(fixed):
@@ -61,7 +61,7 @@ def test_a_time_has_one_form(value: float, text: str) -> None:
     assert time_text(1000 * value, in_us=True) == text
 
 
-def test_planning_without_numba_says_so_once(
+def test_planning_without_numba_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compiling, "compiles", lambda: False)

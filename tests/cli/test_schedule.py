@@ -76,7 +76,7 @@ communication 12 P2P messages per microbatch, 2x 1F1B
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_name_is_made(capsys, name):
+def test_every_schedule_name_is_supported(capsys, name):
     out = printed(capsys, name, *SIZE, "--cost", "1,1.15,.85,.05")
     assert out.startswith(f"{name}, 4 ranks, 8 microbatches, times in ")
     assert "of 1F1B" in out
@@ -129,7 +129,7 @@ def test_compare_prints_one_table(capsys):
     assert printed(capsys, "--compare", "1f1b", "v-min", "v-half", "v-zb", *SIZE) == out
 
 
-def test_a_file_says_the_sizes_of_what_it_is_compared_with(capsys):
+def test_schedule_file_sets_the_sizes_of_a_comparison(capsys):
     printed(capsys, "v-half", *SIZE, "--export", "half.json")
     table = printed(capsys, "v-half", *SIZE, "--compare", "1f1b")
     assert printed(capsys, "half.json", "--compare", "1f1b") == table
@@ -368,7 +368,7 @@ def test_full_disk_in_a_process(environment):
     )
 
 
-def test_stages_a_device_may_stand_in_the_name(capsys):
+def test_schedule_name_may_contain_the_number_of_chunks(capsys):
     sizes = ["--devices", "4", "--microbatches", "8"]
     two = printed(capsys, "interleaved-1f1b", *sizes)
     explicit = printed(capsys, "interleaved-1f1b:2", *sizes)
@@ -407,5 +407,5 @@ def test_slices_are_drawn_and_kept_in_the_file(tmp_path, capsys):
         ("1,2,2,0,BW=3", 2 * (8 + 3) * (1 + 3)),
     ],
 )
-def test_whole_backwards_have_their_time_on_the_command_line(capsys, cost, makespan):
+def test_time_of_full_backward_on_the_command_line(capsys, cost, makespan):
     assert f"makespan      {makespan}; work" in printed(capsys, "1f1b", *SIZE, "--cost", cost)

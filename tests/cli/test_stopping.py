@@ -60,7 +60,7 @@ def small() -> PlanResult:
     return plan_request(PlanRequest("auto", 2, 4, steps=1000))
 
 
-def test_work_that_ends_in_time_is_not_touched() -> None:
+def test_work_within_the_time_limit_returns_its_result() -> None:
     assert Budget(None).run(lambda: 3, pytest.fail) == 3
     assert Budget(60).run(lambda: 3, pytest.fail) == 3
 
@@ -73,7 +73,7 @@ def test_an_error_of_the_work_is_raised() -> None:
         Budget(None).run(fail, pytest.fail)
 
 
-def test_work_that_does_not_end_is_left_with_the_best() -> None:
+def test_time_limit_returns_the_best_result() -> None:
     budget, ended, plan = Budget(0.2), threading.Event(), small()
     budget.register_result(lambda: plan)
     start = time.monotonic()
@@ -85,7 +85,7 @@ def test_work_that_does_not_end_is_left_with_the_best() -> None:
     ended.set()
 
 
-def test_ctrl_c_tells_the_best_at_once_and_a_second_one_ends() -> None:
+def test_ctrl_c_reports_the_best_and_a_second_one_exits() -> None:
     budget, ended, plan = Budget(None), threading.Event(), small()
     budget.register_result(lambda: plan)
     best_plans: list[Any] = []
@@ -97,7 +97,7 @@ def test_ctrl_c_tells_the_best_at_once_and_a_second_one_ends() -> None:
     ended.set()
 
 
-def test_seconds_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_seconds_limit_the_whole_command(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "--devices", "2", "--microbatches", "4"])  # compiles, or finds it compiled
     start = time.monotonic()
     assert main([*LONG, "--seconds", "2"]) == 0

@@ -271,9 +271,7 @@ WITH_ENDS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pip
         (f"{WITH_ENDS} --num-layers-per-virtual-pipeline-stage 4", (3, 4, 4, 4, 4, 4, 4, 3)),
     ],
 )
-def test_today_has_the_layers_that_megatron_gives_its_ranks(
-    flags: str, layers: tuple[int, ...]
-) -> None:
+def test_today_has_the_layers_of_megatron(flags: str, layers: tuple[int, ...]) -> None:
     model = subject(f"{LAYERS_36} --num-layers 30 {flags}")
     row = make_advice(model, Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0)).today()
     assert row.layers == layers
@@ -496,7 +494,7 @@ def test_the_last_rank_of_a_tied_model_has_a_copy_of_the_embedding() -> None:
     assert states("v-half", tied) == [3, 0, 0, 0]
 
 
-def test_a_grid_has_the_same_rows() -> None:
+def test_grid_has_the_rows_of_a_command() -> None:
     model = subject(LAYERS_36)
     advice = make_advice(model, Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0))
     command_config = advice.command_config
@@ -650,7 +648,7 @@ def test_flags_name_a_schedule_only_if_training_has_the_name(
     assert words[-1].startswith(f"--pipeline-schedule {target}")
 
 
-def test_what_of_a_grid_is_not_evaluated_is_listed(
+def test_grid_lists_configurations_that_are_not_evaluated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """--seconds was ignored, and impossible configurations were omitted without a message."""

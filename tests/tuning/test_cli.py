@@ -86,7 +86,7 @@ def test_a_command_of_a_dry_run_can_run(
     assert "iteration 3 |" in completed.stdout
 
 
-def test_a_dry_run_for_several_nodes_says_what_each_needs(
+def test_dry_run_for_several_nodes_names_node_variables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster = {"nodes": 2, "devices_per_node": 1}
@@ -114,9 +114,7 @@ def test_cluster_that_nothing_fits(tmp_path: Path) -> None:
         call(path, "--predict-only")
 
 
-def test_a_share_of_the_memory_is_kept_free_unless_said_otherwise(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_default_headroom_is_kept_free(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "all.csv"
     sweep_path = write_sweep(tmp_path, sweep={"grid": ONE_GRID})
     assert call(sweep_path, "--predict-only", "--csv", table) == 0
@@ -175,7 +173,7 @@ def test_results_are_reported_and_no_run_is_repeated(
     assert now == then
 
 
-def test_a_failed_run_is_run_again_when_asked(
+def test_retry_failed_runs_failed_runs_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     grid = {**SWEEP["grid"], "schedule": ["1f1b"], "microbatch_size": [1]}
@@ -242,7 +240,7 @@ def test_faults_are_reported_before_predicting(
     assert capsys.readouterr().out == ""
 
 
-def test_what_was_not_planned_has_no_peak(tmp_path: Path) -> None:
+def test_unplanned_row_has_no_peak(tmp_path: Path) -> None:
     (config,) = expand(load_sample(tmp_path, sweep={"grid": ONE_GRID})).possible
     not_planned = Prediction(config, Verdict.NOT_PLANNED, 0.0, reason="too slow")
     write_csv(

@@ -35,7 +35,7 @@ def swept(folder: Path, *words: str, **grid: Any) -> Loaded:
     return load_sweep(path, words)
 
 
-def test_what_the_grid_leaves_out_is_as_the_command_has_it(tmp_path: Path) -> None:
+def test_omitted_grid_keys_default_to_the_command(tmp_path: Path) -> None:
     loaded = swept(tmp_path, "pretrain_gpt.py", *EXPERTS)
     (config,) = expand(loaded).possible
     assert (config.sequence_length, config.global_batch_size, config.microbatch_size) == (
@@ -105,7 +105,7 @@ def test_without_a_model_the_command_must_follow(tmp_path: Path) -> None:
         swept(tmp_path)
 
 
-def test_what_cannot_be_rehearsed_here_is_one_sentence(
+def test_missing_dry_run_sources_are_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The counted costs have no formula as a fallback."""

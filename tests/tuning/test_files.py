@@ -40,7 +40,7 @@ def test_shipped_models_have_the_size_in_their_name(
 @pytest.mark.parametrize(
     ("folder", "kind"), [("models", ModelFile), ("clusters", Cluster), ("sweeps", Sweep)]
 )
-def test_an_example_says_what_every_key_is(folder: str, kind: type[BaseModel]) -> None:
+def test_every_key_of_an_example_has_a_comment(folder: str, kind: type[BaseModel]) -> None:
     path = ROOT / "configs" / folder / "every_key.yaml"
     load(path, kind)
     lines = path.read_text().splitlines()
@@ -147,7 +147,7 @@ def test_file_that_is_no_sweep(tmp_path: Path, text: str, message: str) -> None:
         ({"backend": "nccl"}, {"at_once": 2}, "at_once is 2, but with run.executor local every"),
     ],
 )
-def test_what_one_machine_cannot_launch(
+def test_local_executor_rejects_several_nodes_and_shared_gpus(
     tmp_path: Path, cluster: dict[str, Any], over: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(SweepError, match=text):

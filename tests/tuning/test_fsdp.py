@@ -39,7 +39,7 @@ def test_states_are_sharded_and_layers_are_gathered() -> None:
         assert peak == pytest.approx(18 * BILLION / number + gathered + activations, rel=1e-3)
 
 
-def test_inputs_that_a_layer_keeps_are_neither_sharded_nor_gathered() -> None:
+def test_retained_inputs_are_neither_sharded_nor_gathered() -> None:
     """A layer with recomputed experts keeps inputs between steps, in addition to its states."""
     advice, step_s, peak = without_pipeline(8)
     counted = advice.predictor.counts(advice.command_config)

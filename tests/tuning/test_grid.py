@@ -67,7 +67,7 @@ def test_stages_of_a_schedule() -> None:
     assert count_stages("interleaved-1f1b:4", 4) == 16
 
 
-def test_stages_a_device_stand_in_a_name_of_a_sweep(tmp_path: Path) -> None:
+def test_sweep_schedule_name_may_contain_the_number_of_chunks(tmp_path: Path) -> None:
     names = ["interleaved-1f1b:2", "interleaved-1f1b:4"]
     loaded = load_sample(tmp_path, sweep={"grid": {**SWEEP["grid"], "schedule": names}})
     configs = {config.schedule: config for config in expand(loaded).possible}
@@ -86,13 +86,13 @@ def test_stages_a_device_stand_in_a_name_of_a_sweep(tmp_path: Path) -> None:
 BALANCED = {**SWEEP["grid"], "schedule": ["v-half"], "layout": ["balanced"]}
 
 
-def test_runs_beside_the_grid_keep_their_arguments(tmp_path: Path) -> None:
+def test_additional_runs_keep_their_arguments(tmp_path: Path) -> None:
     also = [{"schedule": "v-min", "pipeline_parallel": 2, "layout": "even", "arguments": ["--x"]}]
     configs = expand(load_sample(tmp_path, sweep={"also": also})).possible
     assert str(configs[-1]) == "v-min s64 gbs8 dp1 tp1 pp2 mbs1 even --x"
 
 
-def test_a_shared_vocabulary_has_its_own_layers(tmp_path: Path) -> None:
+def test_vocabulary_parallelism_uses_the_auto_layout(tmp_path: Path) -> None:
     """Embedding and output layer do not count as layers then, so any number is possible."""
     over = {
         **SWEEP["grid"],
@@ -109,14 +109,14 @@ def test_a_shared_vocabulary_has_its_own_layers(tmp_path: Path) -> None:
     assert words[words.index("--pipeline-layer-split") + 1] == "auto"
 
 
-def test_post_validation_cannot_share_it(tmp_path: Path) -> None:
+def test_vocabulary_parallelism_rejects_post_validation(tmp_path: Path) -> None:
     sweep = {"grid": {**SWEEP["grid"], "vocab_parallel": [True]}, "post_validation": True}
     with pytest.raises(SweepError, match="post_validation does not go with vocab_parallel yet"):
         expand(load_sample(tmp_path, sweep=sweep))
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_multi_token_prediction_is_the_trainers_too(tmp_path: Path, shared: bool) -> None:
+def test_trainer_command_has_multi_token_prediction(tmp_path: Path, shared: bool) -> None:
     grid = {**SWEEP["grid"], "vocab_parallel": [shared]}
     loaded = load_sample(tmp_path, model={"mtp_layers": 2}, sweep={"grid": grid})
     words = trainer_command(loaded, expand(loaded).possible[0])
@@ -124,7 +124,7 @@ def test_multi_token_prediction_is_the_trainers_too(tmp_path: Path, shared: bool
     assert ("--pipeline-vocab-parallel" in words) == shared
 
 
-def test_where_the_usual_layout_does_not_divide_auto_deals_layers_out(tmp_path: Path) -> None:
+def test_default_layout_is_auto_if_layers_do_not_divide(tmp_path: Path) -> None:
     """80 layers, as Llama 70B has, and the two ends divide among 2 stages, but not among 4."""
     grid = {name: value for name, value in SWEEP["grid"].items() if name != "layout"}
     model = {**MODEL, "layers": 80}

@@ -106,7 +106,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     return write
 
 
-def test_what_sbatch_refuses_is_told(tmp_path: Path, tools: Callable[..., None]) -> None:
+def test_sbatch_error_is_reported(tmp_path: Path, tools: Callable[..., None]) -> None:
     tools(sbatch='cp "$1" asked\necho "sbatch: error: invalid partition: none" >&2\nexit 1')
     settings = {"partition": "none", "exclusive": False, "mem": "1GB", "setup": ["module load x"]}
     with pytest.raises(SweepError, match=r"(?s)invalid partition: none.*`run: slurm:`"):
@@ -122,7 +122,9 @@ def test_what_sbatch_refuses_is_told(tmp_path: Path, tools: Callable[..., None])
     assert "\nmodule load x\n" in script
 
 
-def test_an_order_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predicted_plan_runs_without_planning_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The plan of the prediction runs; it is not even simulated again."""
     simulated = []
     simulate = predicting.simulate
@@ -192,7 +194,7 @@ def slurm(tmp_path: Path, tools: Callable[..., None], states: None) -> Callable[
     ],
     ids=["preempted", "node", "boot", "preempted in its grace time", "no accounts"],
 )
-def test_a_run_that_slurm_ends_goes_back_into_the_queue(
+def test_run_that_slurm_ends_is_requeued(
     tmp_path: Path, slurm: Callable[..., Result], state: str, stopped: bool
 ) -> None:
     assert slurm(state, "COMPLETED", stopped=stopped).outcome == Outcome(Status.OK, 0.5)
@@ -200,13 +202,13 @@ def test_a_run_that_slurm_ends_goes_back_into_the_queue(
 
 
 @pytest.mark.parametrize("state", ["CANCELLED by 0", "TIMEOUT"])
-def test_a_run_that_somebody_ends_has_failed(slurm: Callable[..., Result], state: str) -> None:
+def test_cancelled_run_has_failed(slurm: Callable[..., Result], state: str) -> None:
     outcome = slurm(state, "COMPLETED", stopped=True).outcome
     assert outcome.status is Status.FAILED
     assert outcome.log_tail.endswith(f"job 42 left no result ({state})")
 
 
-def test_a_run_goes_back_so_often_and_no_more(
+def test_number_of_requeues_is_limited(
     slurm: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launching, "MAX_REQUEUES", 1)
@@ -219,7 +221,7 @@ TWO = {"grid": {**SWEEP["grid"], "schedule": ["1f1b"]}} | run_over(executor="slu
 
 
 @pytest.mark.usefixtures("states")
-def test_a_refused_job_waits_for_those_that_run(
+def test_rejected_job_waits_for_running_jobs(
     tmp_path: Path, tools: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first job ends when the second has been rejected."""
@@ -297,7 +299,9 @@ def test_a_cancelled_job_that_still_ends_is_run_again(
 
 
 @pytest.mark.usefixtures("states")
-def test_an_answer_of_sbatch_without_a_job(tmp_path: Path, tools: Callable[..., None]) -> None:
+def test_sbatch_output_without_a_job_is_an_error(
+    tmp_path: Path, tools: Callable[..., None]
+) -> None:
     tools(sbatch="echo hello")
     with pytest.raises(SweepError, match="no job can be submitted: Could not make sense of"):
         launch(tmp_path, TWO)
@@ -335,7 +339,7 @@ def test_job_that_a_killed_launcher_left_is_taken_over(
 ONE_DEVICE = Cluster.model_validate(CLUSTER | {"devices_per_node": 1})
 
 
-def test_time_a_run_may_take(tmp_path: Path) -> None:
+def test_time_limit_of_a_run(tmp_path: Path) -> None:
     from megatron_vshape.tuning.worker import Job, run_job
 
     command = [str(FAKE / "trainer.py"), "--train-iters", "100", "--sleep", "1"]
@@ -360,7 +364,7 @@ run_job(Job(command, folder, run, cluster))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_a_job_that_is_told_to_end_has_no_outcome(tmp_path: Path, number: signal.Signals) -> None:
+def test_signalled_job_has_no_outcome(tmp_path: Path, number: signal.Signals) -> None:
     trainer, cluster = str(FAKE / "trainer.py"), ONE_DEVICE.model_dump_json()
     command = [sys.executable, "-c", TOLD_TO_END, trainer, str(tmp_path), cluster]
     job = subprocess.Popen(command, cwd=ROOT)

@@ -42,7 +42,7 @@ def test_shapes_are_counted_whatever_the_order_and_the_pipeline() -> None:
     assert len({key_of_count(config) for config in configs}) <= 3 * 4 * 3 < len(configs) / 3
 
 
-def test_more_of_what_should_slow_a_step_slows_it(tmp_path: Path) -> None:
+def test_predictions_of_recompute_and_microbatch_size(tmp_path: Path) -> None:
     loaded = load_sample(tmp_path)
     predict = predictor_of(loaded)
     one, two = expand(loaded).possible[:2]
@@ -60,14 +60,14 @@ def test_an_adaptive_plan_is_on_its_placement(tmp_path: Path) -> None:
         assert schedule.placement == placement
 
 
-def test_a_limit_that_nothing_fits_is_told_in_gib(tmp_path: Path) -> None:
+def test_infeasible_limit_is_reported_in_gib(tmp_path: Path) -> None:
     (config,) = expand(load_sample(tmp_path, sweep={"grid": ADAPTIVE_GRID})).possible
     costs = Costs(*((1.0,) * 4,) * 3, 0.0, (GIB,) * 4, (GIB,) * 4)
     with pytest.raises(SweepError, match="rank 0 is 1.5 GiB, and one .* ranks is 2 GiB"):
         plan_adaptive(config, v_shape(2), costs, [1.5 * GIB] * 2, Objective.MAKESPAN)
 
 
-def test_the_adaptive_method_takes_the_better_placement(
+def test_adaptive_plan_uses_the_better_placement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = load_sample(tmp_path, sweep={"grid": ADAPTIVE_GRID})
@@ -88,7 +88,7 @@ def test_the_adaptive_method_takes_the_better_placement(
 HEAVY = {"vocabulary_size": 65536}
 
 
-def test_a_shared_vocabulary_is_predicted(tmp_path: Path) -> None:
+def test_vocabulary_parallelism_is_predicted(tmp_path: Path) -> None:
     """Its passes are in the step, and no rank has all parameters of the vocabulary."""
     grid = {**SWEEP["grid"], "schedule": ["v-half"], "vocab_parallel": [False, True]}
     loaded = load_sample(tmp_path, sweep={"grid": grid}, model=HEAVY)
@@ -104,7 +104,7 @@ def test_a_shared_vocabulary_is_predicted(tmp_path: Path) -> None:
     assert str(shared).endswith("vocab-parallel")
 
 
-def test_an_adaptive_plan_shares_it_too(tmp_path: Path) -> None:
+def test_adaptive_plan_with_vocabulary_parallelism(tmp_path: Path) -> None:
     grid = {**ADAPTIVE_GRID, "vocab_parallel": [True]}
     loaded = load_sample(tmp_path, sweep={"grid": grid}, model=HEAVY)
     (config,) = expand(loaded).possible
@@ -139,7 +139,7 @@ def test_multi_token_prediction_is_predicted(tmp_path: Path) -> None:
     assert 1.7 < mtp_flops / flops < 2
 
 
-def test_copies_take_the_time_of_the_link_to_the_host(tmp_path: Path) -> None:
+def test_offload_times_follow_the_host_link(tmp_path: Path) -> None:
     """At 10 GB/s, 1 MB needs 100 us."""
     costs = replace(Costs.uniform(2, 4), held_after_forward_bytes=(1e6, 2e6, 2e6, 1e6))
     cluster = load_sample(tmp_path, cluster={"host_link": {"gb_per_s": 10}}).cluster
@@ -150,7 +150,7 @@ def test_copies_take_the_time_of_the_link_to_the_host(tmp_path: Path) -> None:
     assert (machine.copied(costs), machine.moved_limit_bytes) == (costs, math.inf)
 
 
-def test_adaptive_has_activations_wait_where_the_cluster_file_has_a_link(tmp_path: Path) -> None:
+def test_adaptive_plan_offloads_if_the_cluster_has_a_host_link(tmp_path: Path) -> None:
     workloads = [{"sequence_length": 64, "global_batch_size": 32}]
     # Little more than the memory without activations, so that the schedule waits for memory.
     device = CLUSTER["device"] | {"memory_gib": 2.45}

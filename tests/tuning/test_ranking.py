@@ -12,7 +12,7 @@ def test_tau_of_known_rankings() -> None:
     assert kendall_tau([12, 2, 1, 12, 2], [1, 4, 7, 1, 0]) == pytest.approx(-0.47140452)
 
 
-def test_tau_that_means_nothing() -> None:
+def test_undefined_tau_is_none() -> None:
     assert kendall_tau([], []) is None
     assert kendall_tau([1], [2]) is None
     assert kendall_tau([1, 1], [1, 2]) is None

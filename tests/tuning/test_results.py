@@ -87,7 +87,7 @@ def test_a_failed_run_keeps_its_row_until_its_retry_has_ended(tmp_path: Path) ->
         assert results.finished_keys(retry_failed=True) == {"a"}
 
 
-def test_kill_loses_nothing_that_was_recorded(tmp_path: Path) -> None:
+def test_recorded_results_survive_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "results.db"
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
@@ -102,7 +102,7 @@ def test_kill_loses_nothing_that_was_recorded(tmp_path: Path) -> None:
         assert {str(number) for number in recorded} <= results.finished_keys()
 
 
-def test_a_reader_finds_what_a_kill_left(tmp_path: Path) -> None:
+def test_reader_recovers_results_after_a_kill(tmp_path: Path) -> None:
     """The first reader after a kill rolls the unfinished write back and loses no result."""
     path, copy = tmp_path / "results.db", tmp_path / "copy.db"
     with open_results(path) as results:
@@ -122,7 +122,7 @@ def test_a_reader_finds_what_a_kill_left(tmp_path: Path) -> None:
         assert results.num_in_flight({"1"}) == 0
 
 
-def test_reading_is_no_writing(tmp_path: Path) -> None:
+def test_reading_does_not_create_or_lock_the_file(tmp_path: Path) -> None:
     path = tmp_path / "results.db"
     with pytest.raises(SweepError, match="there are no results yet"), read_results(path):
         pass
@@ -169,7 +169,9 @@ DAMAGED = r"results\.db is not a results file, or a damaged one"
     ],
     ids=["text", "damaged text", "damaged schema", "another program's", "folder"],
 )
-def test_file_that_is_none(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
+def test_other_files_are_rejected_unchanged(
+    tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
     path = tmp_path / "results.db"
     with open_results(path) as results:
         results.record("a", "test", RESULT)
@@ -187,9 +189,7 @@ def test_file_that_is_none(tmp_path: Path, damage: Callable[[Path], object], mes
         ("query_only = 1", "attempt to write a readonly database"),
     ],
 )
-def test_disk_that_cannot_be_written_keeps_what_is_there(
-    tmp_path: Path, pragma: str, why: str
-) -> None:
+def test_unwritable_disk_keeps_recorded_results(tmp_path: Path, pragma: str, why: str) -> None:
     path = tmp_path / "results.db"
     long = replace(RESULT, outcome=Outcome(Status.OK, log_tail="x" * 100_000))
     refused = pytest.raises(
@@ -257,7 +257,7 @@ def test_the_key_of_a_run_is_that_of_earlier_versions() -> None:
     ],
     ids=["model", "backend", "assumption", "memory", "post-validation", "flag"],
 )
-def test_what_makes_it_another_run(tmp_path: Path, over: dict[str, Any]) -> None:
+def test_changed_settings_change_the_key_of_a_run(tmp_path: Path, over: dict[str, Any]) -> None:
     one = load_sample(tmp_path)
     config = expand(one).possible[0]
     changed = load_sample(tmp_path, **over)

@@ -58,7 +58,7 @@ def test_peak_of_several_nodes() -> None:
     assert merge_outcomes([first, last]) == Outcome(Status.OK, pytest.approx(0.2), 1024)
 
 
-def test_figures_are_read_as_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "node0.jsonl"
     assert figures.read(path) == []
     figures.write_figures(step_s=1.0)  # to nobody
@@ -130,7 +130,7 @@ def test_nodes_are_merged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "port"), [("42", 20_042), ("1234567", 24_567)])
-def test_jobs_that_share_a_node_meet_at_ports_of_their_own(
+def test_jobs_on_one_node_use_different_ports(
     monkeypatch: pytest.MonkeyPatch, number: str, port: int
 ) -> None:
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
@@ -154,7 +154,7 @@ while True:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="descendants: Linux only")
-def test_ranks_in_sessions_of_their_own_end_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_in_separate_sessions_end_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "STOPPING_S", 0.5)
     run = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE)
     assert run.stdout is not None

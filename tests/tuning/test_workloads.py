@@ -91,7 +91,7 @@ def test_a_plan_is_made_for_each_batch(tmp_path: Path) -> None:
     assert {prediction.verdict for prediction in predictions.values()} == {Verdict.RUNS}
 
 
-def test_a_plan_asked_for_by_name_is_made_however_slow(tmp_path: Path) -> None:
+def test_additional_adaptive_run_is_planned_even_if_slow(tmp_path: Path) -> None:
     slow = {
         "schedule": "adaptive",
         "pipeline_parallel": 2,
