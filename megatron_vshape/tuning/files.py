@@ -475,13 +475,13 @@ _CPU = """
 
 def of_model_file(model: ModelFile, on_cpu: bool, path: Path) -> Subject:
     """Convert a model file to Megatron's arguments, and log them."""
-    flags = [*_model_flags(model), *_device_flags(model, on_cpu)]
+    flags = [*model_flags(model), *_device_flags(model, on_cpu)]
     logger.info("%s as Megatron's arguments: %s", path, " ".join(flags))
     command = Command("pretrain_gpt.py", tuple(flags))
     return Subject(model.name, command, model.model_dump(mode="json"), translated=True)
 
 
-def _model_flags(model: ModelFile) -> list[str]:
+def model_flags(model: ModelFile) -> list[str]:
     """Return the trainer's flags for this GPT model, for any tokenizer."""
     options: dict[str, Any] = {
         "num-layers": model.layers,
