@@ -199,8 +199,7 @@ class _Run:
         wrap(training, "get_num_microbatches", self._num_microbatches)
         if hasattr(training, "get_megatron_optimizer"):
             wrap(training, "get_megatron_optimizer", self._in_optimizer)
-        data: Any = training
-        data.build_train_valid_test_data_iterators = self._iterators
+        wrap(training, "build_train_valid_test_data_iterators", self._iterators)
         if self.job.check:
             self._log_notices()
         if self.job.schedule:
@@ -322,7 +321,7 @@ class _Run:
         finally:
             optimizer.step = step
 
-    def _iterators(self, *unused: Any, **options: Any) -> Any:
+    def _iterators(self, call: Callable[..., Any], *unused: Any, **options: Any) -> Any:
         args = self.args
         # An evaluation would run between the traced steps.
         args.do_train, args.do_valid, args.do_test = True, False, False
