@@ -52,8 +52,8 @@ def test_a_stage_of_a_pattern_has_all_its_symbols() -> None:
     assert not few.has("--num-layers")
     nothing = Piece(0.0, 0.0, 0.0, 0.0, 0.0)
     layer = Piece(*(8.0,) * 5)
-    counted = Counted(Pieces(layer, nothing, nothing, 0.0), 0.0, 0.0, Rates(), 8.0, 0.0)
-    costs = with_layer_kinds(counted, command, 4)
+    layer_costs = Counted(Pieces(layer, nothing, nothing, 0.0), 0.0, 0.0, Rates(), 8.0, 0.0)
+    costs = with_layer_kinds(layer_costs, command, 4)
     stage = costs.pieces.costs((1, 1, 1, 1, 1, 1, 1, 1)).forward_us
     mamba, attention, mlp = stage[0], stage[3], stage[6]
     assert 4 * mamba + attention + mlp == pytest.approx(8)
@@ -94,8 +94,8 @@ def test_dense_layers_of_a_model_with_experts_are_counted_too() -> None:
     layer, nothing = Piece(*(8.0,) * 5, state_bytes=8.0), Piece(0.0, 0.0, 0.0, 0.0, 0.0)
     pieces = Pieces(layer, nothing, nothing, 0.0)
     one = Piece(4.0, 4.0, 4.0, 24.0, 8.0, state_bytes=16.0, backward_work_bytes=7.0)
-    counted = Counted(pieces, 0.0, 0.0, Rates(), 8.0, 0.0, dense=one)
-    costs = with_layer_kinds(counted, command, 32).pieces.costs((3, 13))
+    layer_costs = Counted(pieces, 0.0, 0.0, Rates(), 8.0, 0.0, dense=one)
+    costs = with_layer_kinds(layer_costs, command, 32).pieces.costs((3, 13))
     assert costs.forward_us == (3 * 4.0, 13 * 8.0)
     assert costs.held_after_forward_bytes == (3 * 24.0, 13 * 8.0)
     assert costs.state_bytes == (3 * 16.0, 13 * 8.0)
