@@ -283,9 +283,9 @@ def _stand_in() -> None:
 def _watch_ours(watched: Watched) -> None:
     from megatron_vshape.core.model.kinds import PARTS, Kind
     from megatron_vshape.mcore.step.stage import MegatronStage
-    from megatron_vshape.rehearsal import ours
+    from megatron_vshape.rehearsal import single_rank
 
-    ours.run_alone()
+    single_rank.run_alone()
     stage: Any = MegatronStage
     for kind in (*PARTS, Kind.BW):
         setattr(stage, kind.method, watched.of_ours(str(kind), getattr(stage, kind.method)))

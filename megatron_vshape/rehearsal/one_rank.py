@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_vshape.mcore.refusals import captures_graphs
-from megatron_vshape.rehearsal import adjustments, exchanges, ours, repeats, routing
+from megatron_vshape.rehearsal import adjustments, exchanges, repeats, routing, single_rank
 from megatron_vshape.rehearsal.adjustments import wrap
 from megatron_vshape.rehearsal.allocator import AllocatorSettings, Lifetime, Replayed, replay
 from megatron_vshape.rehearsal.device import Current, on_host
@@ -203,7 +203,7 @@ class _Run:
         if self.job.check:
             self._log_notices()
         if self.job.schedule:
-            ours.install(_stop if self.job.check else self.passes.watch)
+            single_rank.install(_stop if self.job.check else self.passes.watch)
         else:
             self.passes.watch_megatrons(schedules)
 
