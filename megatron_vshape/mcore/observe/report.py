@@ -62,7 +62,9 @@ class Memory(NamedTuple):
     peak_bytes: int
     held: dict[int, tuple[float, float]]  # per stage and microbatch: bytes after F, after B
     within_passes: int  # peak bytes that passes allocate and free; 0 without a GPU
-    moved: Mapping[int, int] = {}  # per stage: bytes of a microbatch that can be moved off the device
+    moved: Mapping[
+        int, int
+    ] = {}  # per stage: bytes of a microbatch that can be moved off the device
     external_memory: Mapping[str, int] = {}  # size in bytes by the name of the memory
     # Bytes of a microbatch that passes of features allocate, by the name of the amount in costs.
     allocated: Mapping[str, float] = {}
@@ -108,7 +110,9 @@ class RunReport:
     name: str
     stages: Sequence[int]  # stages of this rank
     plan_of: _PlanOf | None  # predicts the memory for a number of microbatches
-    external_memory: _ExternalMemory | None = None  # set once activations may be moved off the device
+    external_memory: _ExternalMemory | None = (
+        None  # set once activations may be moved off the device
+    )
     _plan: PlannedStep | None = None  # plan of the step in which memory was measured
     _memory: Memory | None = None
     _started_s: float | None = None
