@@ -42,32 +42,39 @@ MODEL = f"--bf16 --train-iters 3 --clip-grad 0 {UNTIED} --eval-iters 1 --eval-in
 GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 1"
 
 
-def assert_same_numbers(ours: Ended, plain: Ended) -> None:
-    assert ours.record["losses"] == plain.record["losses"]
-    assert ours.record["evaluations"] == plain.record["evaluations"]
-    mine, theirs = ours.merged("parameters"), plain.merged("parameters")
-    assert mine.keys() == theirs.keys()
-    assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+def assert_same_numbers(package_run: Ended, plain: Ended) -> None:
+    assert package_run.record["losses"] == plain.record["losses"]
+    assert package_run.record["evaluations"] == plain.record["evaluations"]
+    package_parameters, plain_parameters = (
+        package_run.merged("parameters"),
+        plain.merged("parameters"),
+    )
+    assert package_parameters.keys() == plain_parameters.keys()
+    assert [
+        name
+        for name in plain_parameters
+        if not torch.equal(package_parameters[name], plain_parameters[name])
+    ] == []
 
 
 def captured_orders(ended: Ended) -> list[list[int]]:
     """Return in which order every rank's graphs were captured, which each did once."""
-    found = [
+    order_texts = [
         [line.removeprefix(PRINTED) for line in text.splitlines() if line.startswith(PRINTED)]
         for text in ended.output
     ]
-    assert [len(each) for each in found] == [1] * len(found)
-    return [json.loads(each) for (each,) in found]
+    assert [len(texts) for texts in order_texts] == [1] * len(order_texts)
+    return [json.loads(text) for (text,) in order_texts]
 
 
 def rows_of(schedule: str, ranks: int, microbatches: int) -> list[list[int]]:
     """Return the rows of the schedule, as TE takes them."""
     choice = ScheduleChoice(ranks, schedule)
-    own = stages_of(choice.placement, ranks)
+    rank_stages = stages_of(choice.placement, ranks)
     rows = []
     for rank, row in enumerate(Planner(choice).plan_step(microbatches).schedule.order):
-        number = {stage: at for at, stage in enumerate(own[rank], 1)}
-        rows.append([number[each.stage] * SIGNS[each.kind] for each in row if each.kind in SIGNS])
+        number = {stage: chunk for chunk, stage in enumerate(rank_stages[rank], 1)}
+        rows.append([number[work.stage] * SIGNS[work.kind] for work in row if work.kind in SIGNS])
     return rows
 
 
@@ -87,10 +94,10 @@ def test_replays_make_the_numbers_of_the_passes(
 ) -> None:
     flags = [*f"--pipeline-schedule {schedule} {MODEL}".split()]
     graphs = [*GRAPHS.split(), *SCOPES[schedule, scope].split()]
-    ours = farm.run(4, *flags, *graphs, plugin=PLUGIN).check()
-    assert_same_numbers(ours, train(4, *flags))
-    assert captured_orders(ours) == rows_of(schedule, 4, 8)
-    assert "a CUDA graph replays them with B" in ours.output[0]
+    package_run = farm.run(4, *flags, *graphs, plugin=PLUGIN).check()
+    assert_same_numbers(package_run, train(4, *flags))
+    assert captured_orders(package_run) == rows_of(schedule, 4, 8)
+    assert "a CUDA graph replays them with B" in package_run.output[0]
 
 
 class TestWithoutCopies:
@@ -98,22 +105,27 @@ class TestWithoutCopies:
 
     def test_a_message_is_overwritten(self, farm: Farm) -> None:
         careless = farm.run(4, *self.flags, plugin=PLUGIN, given="messages")
-        assert any("was overwritten while it was under way" in each for each in careless.output)
+        assert any("was overwritten while it was under way" in text for text in careless.output)
 
     def test_a_job_makes_other_numbers(self, farm: Farm, train: Callable[..., Ended]) -> None:
         modules = [MODULES, "mlp"]  # attention's last weight reads its gradient
         careless = farm.run(4, *self.flags, *modules, plugin=PLUGIN, given="jobs").check()
-        mine, theirs = careless.record["losses"], train(4, *self.flags[:-4]).record["losses"]
-        assert mine[:2] == theirs[:2]  # one without graphs, one whose forwards are replayed
-        assert mine[2] != theirs[2]
+        careless_losses, plain_losses = (
+            careless.record["losses"],
+            train(4, *self.flags[:-4]).record["losses"],
+        )
+        assert (
+            careless_losses[:2] == plain_losses[:2]
+        )  # one without graphs, one whose forwards are replayed
+        assert careless_losses[2] != plain_losses[2]
 
 
-@pytest.mark.parametrize("given", [{"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}])
-def test_the_graphs_that_megatron_captures_are_rejected(given: dict[str, object]) -> None:
+@pytest.mark.parametrize("settings", [{"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}])
+def test_the_graphs_that_megatron_captures_are_rejected(settings: dict[str, object]) -> None:
     with pytest.raises(UnsupportedError, match="Use --cuda-graph-impl transformer_engine"):
-        check_config(SimpleNamespace(**given))
-    other = {"cuda_graph_impl": "transformer_engine", "enable_cuda_graph": False}
-    check_config(SimpleNamespace(**other))
+        check_config(SimpleNamespace(**settings))
+    disabled = {"cuda_graph_impl": "transformer_engine", "enable_cuda_graph": False}
+    check_config(SimpleNamespace(**disabled))
 
 
 @pytest.mark.parametrize(
@@ -128,12 +140,12 @@ def test_transformer_engine_captures_and_replays_them(
     scope = ["--cuda-graph-modules", modules] if modules else []
     farm = Farm(tmp_path, transformer_engine=directory)
     try:
-        ours = farm.run(4, *flags, *GRAPHS.split(), *scope, plugin=PLUGIN).check()
+        package_run = farm.run(4, *flags, *GRAPHS.split(), *scope, plugin=PLUGIN).check()
         plain = farm.run(4, *flags).check()
     finally:
         farm.close()
-    assert_same_numbers(ours, plain)
-    assert captured_orders(ours) == rows_of("v-half", 4, 8)
+    assert_same_numbers(package_run, plain)
+    assert captured_orders(package_run) == rows_of("v-half", 4, 8)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -143,12 +155,12 @@ def test_the_order_is_the_programs_with_every_microbatch_once(name: str) -> None
     for rank, stages in enumerate(stages_of(planner.choice.placement, 4)):
         order = capture_order(program, rank, stages)
         chunks = range(1, len(stages) + 1)
-        assert sorted(order) == sorted([*chunks, *(-each for each in chunks)] * 8)
+        assert sorted(order) == sorted([*chunks, *(-chunk for chunk in chunks)] * 8)
         assert order == rows_of(name, 4, 8)[rank]
         open_of = dict.fromkeys(chunks, 0)  # F that have no B yet
-        for each in order:
-            open_of[abs(each)] += 1 if each > 0 else -1
-            assert open_of[abs(each)] >= 0
+        for signed_chunk in order:
+            open_of[abs(signed_chunk)] += 1 if signed_chunk > 0 else -1
+            assert open_of[abs(signed_chunk)] >= 0
 
 
 def test_stacks_of_layers_are_not_covered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,38 +176,40 @@ def test_stacks_of_layers_are_not_covered(monkeypatch: pytest.MonkeyPatch) -> No
     model, layer = Graphable(), Graphable()
     layer.layer_number, layer.linear = 1, nn.Linear(1, 1)
     model.layers, model.output_layer = nn.ModuleList([layer]), nn.Linear(1, 1)
-    for each in (model.layers, layer.linear, model.output_layer):
-        each.config = SimpleNamespace(cuda_graph_impl="none")
+    for module in (model.layers, layer.linear, model.output_layer):
+        module.config = SimpleNamespace(cuda_graph_impl="none")
     assert covered([model]) == {layer, layer.linear}
 
 
 class TestMemory:
     def test_what_graphs_hold_is_copied(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        memory, own, other = GraphMemory(), torch.zeros(8), torch.zeros(8)
-        _has_pools(monkeypatch, own)
-        assert memory.kept(own) is own  # nothing has been captured
+        memory, static, outside = GraphMemory(), torch.zeros(8), torch.zeros(8)
+        _has_pools(monkeypatch, static)
+        assert memory.kept(static) is static  # nothing has been captured
         memory.look()
-        kept = memory.kept([own[2:4], [other, None]])
-        own += 1
-        assert kept[0].tolist() == [0, 0]
-        assert kept[1][0] is other
-        assert kept[1][1] is None
+        copied = memory.kept([static[2:4], [outside, None]])
+        static += 1
+        assert copied[0].tolist() == [0, 0]
+        assert copied[1][0] is outside
+        assert copied[1][1] is None
 
     def test_a_job_keeps_a_copy(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        state, static, seen = StepState(), torch.ones(4), []
+        state, static, recorded = StepState(), torch.ones(4), []
         _has_pools(monkeypatch, static)
         state.graph_memory.look()
         with state.jobs.collect("B"):
-            state.defer(GatheringJob(lambda each: seen.append(each.clone()), [static], [None]), [])
+            state.defer(
+                GatheringJob(lambda tensor: recorded.append(tensor.clone()), [static], [None]), []
+            )
         static.zero_()  # by the replay that has the memory next
         state.jobs.run("B")
-        assert seen[0].tolist() == [1, 1, 1, 1]
+        assert recorded[0].tolist() == [1, 1, 1, 1]
 
 
 def _has_pools(monkeypatch: pytest.MonkeyPatch, *pools: torch.Tensor) -> None:
     segments = [
-        {"address": each.data_ptr(), "total_size": each.nbytes, "segment_pool_id": POOL_ID}
-        for each in pools
+        {"address": pool.data_ptr(), "total_size": pool.nbytes, "segment_pool_id": POOL_ID}
+        for pool in pools
     ]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
 
@@ -215,14 +229,14 @@ class TestScope:
         ],
     )
     def test_covers_layers(self, options: dict[str, object], covers: bool) -> None:
-        given = SimpleNamespace(**{"cuda_graph_impl": "transformer_engine"} | options)
-        assert cover_whole_layers(given) is covers
+        config = SimpleNamespace(**{"cuda_graph_impl": "transformer_engine"} | options)
+        assert cover_whole_layers(config) is covers
 
     def test_stages_that_are_covered_run_whole_backwards(self) -> None:
         plan = Planner(ScheduleChoice(4, "v-half", whole_stages=frozenset(range(7)))).plan_step(8)
-        kinds = {each.kind for row in plan.schedule.order for each in row if each.stage < 7}
+        kinds = {work.kind for row in plan.schedule.order for work in row if work.stage < 7}
         assert kinds == {Kind.F, Kind.BW}
-        kinds = {each.kind for row in plan.schedule.order for each in row if each.stage == 7}
+        kinds = {work.kind for row in plan.schedule.order for work in row if work.stage == 7}
         assert Kind.W in kinds
 
 

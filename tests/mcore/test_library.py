@@ -50,36 +50,38 @@ class Learnt(NamedTuple):
 
 
 def learnt(folder: Path, ranks: int = RANKS) -> Learnt:
-    kept = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
-    reads = [each["losses"] for each in kept if each["losses"] and each["losses"][0]]
+    records = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    reads = [record["losses"] for record in records if record["losses"] and record["losses"][0]]
     merged = {
-        key: {name: value for each in kept for name, value in each.get(key, {}).items()}
+        key: {name: value for record in records for name, value in record.get(key, {}).items()}
         for key in ("gradients", "parameters")
     }
     return Learnt(
         sum(reads, []),
-        kept[0]["norms"],
+        records[0]["norms"],
         **merged,
-        chunks=kept[0]["chunks"],
-        first=kept[0],
-        read=[each.get("read", {}) for each in kept],
-        made=kept[-1].get("made", []),
-        seen=[each.get("seen", []) for each in kept],
+        chunks=records[0]["chunks"],
+        first=records[0],
+        read=[record.get("read", {}) for record in records],
+        made=records[-1].get("made", []),
+        seen=[record.get("seen", []) for record in records],
     )
 
 
-def same(ours: Learnt, theirs: Learnt) -> None:
-    assert len(ours.losses) == len(theirs.losses)
-    for own, plain in zip(ours.losses, theirs.losses, strict=True):
-        assert own == pytest.approx(plain, abs=1e-6)
-    assert ours.norms == pytest.approx(theirs.norms, rel=1e-5)
-    for mine, plain in (
-        (ours.gradients, theirs.gradients),
-        (ours.parameters, theirs.parameters),
+def same(package_run: Learnt, megatron_run: Learnt) -> None:
+    assert len(package_run.losses) == len(megatron_run.losses)
+    for package_losses, megatron_losses in zip(
+        package_run.losses, megatron_run.losses, strict=True
     ):
-        assert mine.keys() == plain.keys()
+        assert package_losses == pytest.approx(megatron_losses, abs=1e-6)
+    assert package_run.norms == pytest.approx(megatron_run.norms, rel=1e-5)
+    for mine, megatron_losses in (
+        (package_run.gradients, megatron_run.gradients),
+        (package_run.parameters, megatron_run.parameters),
+    ):
+        assert mine.keys() == megatron_losses.keys()
         for name, value in mine.items():
-            torch.testing.assert_close(value, plain[name], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(value, megatron_losses[name], rtol=1e-5, atol=1e-6)
 
 
 DONE: dict[str, Learnt] = {}
@@ -94,24 +96,24 @@ def run(
     flags: Sequence[str] = (),
     options: dict[str, Any] | None = None,
     ranks: int = RANKS,
-    **given: Any,
+    **call_options: Any,
 ) -> Learnt:
-    known = repr((shape, flags, options, ranks, given))
-    if schedule is None and known in DONE:
-        return DONE[known]
+    key = repr((shape, flags, options, ranks, call_options))
+    if schedule is None and key in DONE:
+        return DONE[key]
     folder = folder / f"{shape}-{Path(str(schedule)).stem}-{len(list(folder.iterdir()))}"
     folder.mkdir()
     # Imported, as a library is: what is run as a file is no module whose names can be found.
     trainer = folder / "trainer.py"
     module = "parsing_trainer" if shape == "slime" else "other_trainer"
     trainer.write_text(f"from {module} import start")
-    given |= {"shape": shape, "schedule": schedule, "directory": str(folder)}
-    given["options"] = options or {}
-    farm.run(ranks, *flags, plugin=trainer, given=given).check()
-    found = learnt(folder, ranks)
+    call_options |= {"shape": shape, "schedule": schedule, "directory": str(folder)}
+    call_options["options"] = options or {}
+    farm.run(ranks, *flags, plugin=trainer, given=call_options).check()
+    result = learnt(folder, ranks)
     if schedule is None:
-        DONE[known] = found
-    return found
+        DONE[key] = result
+    return result
 
 
 CHUNKS = {"v-half": 2, "v-zb": 2, "zb-h1": 1}
@@ -125,9 +127,9 @@ def test_all_is_as_under_the_librarys_own_1f1b(
     plain = run(farm, tmp_path, shape, None)
     assert plain.chunks == 1
     assert len(plain.losses) == 3  # one rank reads them
-    ours = run(farm, tmp_path, shape, schedule)
-    assert ours.chunks == CHUNKS[schedule]
-    same(ours, plain)
+    package_run = run(farm, tmp_path, shape, schedule)
+    assert package_run.chunks == CHUNKS[schedule]
+    same(package_run, plain)
 
 
 COUNTS = ((4, 4, 4, 5, 3, 4), (4, 3, 3, 6, 4, 3))
@@ -151,12 +153,18 @@ def test_results_are_where_any_library_looks_for_them(
 ) -> None:
     """On the ranks of two replicas, each in turn in all ways that `callers` lists."""
     plain = run(farm, tmp_path, "any", None, pipeline=2)
-    ours = run(farm, tmp_path, "any", schedule, pipeline=2)
-    for rank, (own, theirs) in enumerate(zip(ours.read, plain.read, strict=True)):
-        assert own.keys() == theirs.keys() >= {each.reader for each in CALLERS if each.reader}
-        for reader, steps in own.items():
-            for mine, known in zip(steps, theirs[reader], strict=True):
-                assert mine == pytest.approx(known, abs=1e-6), f"{reader} on rank {rank}"
+    package_run = run(farm, tmp_path, "any", schedule, pipeline=2)
+    for rank, (package_results, megatron_results) in enumerate(
+        zip(package_run.read, plain.read, strict=True)
+    ):
+        assert (
+            package_results.keys()
+            == megatron_results.keys()
+            >= {caller.reader for caller in CALLERS if caller.reader}
+        )
+        for reader, steps in package_results.items():
+            for mine, expected in zip(steps, megatron_results[reader], strict=True):
+                assert mine == pytest.approx(expected, abs=1e-6), f"{reader} on rank {rank}"
 
 
 @pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
@@ -176,8 +184,8 @@ def test_the_first_failure_is_told_by_those_whose_connection_it_ends(
         run(farm, tmp_path, "verl", "v-half", fails=RANKS - 1)
     text = str(failed.value)
     assert "rank 3: KeyError: 'metrics'\n" in text
-    told = r"rank \d \(device \d\): .*connection failed: .*; before, rank 3: KeyError"
-    assert re.search(told, text)
+    message = r"rank \d \(device \d\): .*connection failed: .*; before, rank 3: KeyError"
+    assert re.search(message, text)
 
 
 @pytest.mark.parametrize("how", ["bare", pytest.param("repeated", marks=pytest.mark.slow)])
@@ -188,14 +196,14 @@ def test_one_data_iterator_serves_all_chunks(farm: Farm, tmp_path: Path, how: st
 
 
 def test_a_shared_microbatch_is_kept_until_the_last_chunk_has_read_it() -> None:
-    source = iter([{"tokens": at} for at in range(3)])
+    source = iter([{"tokens": index} for index in range(3)])
     chunks = iterators_by_chunk([source], 2)
-    one, other = share_iterators(chunks)
-    assert [next(one).pop("tokens") for _ in range(2)] == [0, 1]
-    assert next(other) == {"tokens": 0}
-    assert [next(each)["tokens"] for each in (other, other, one)] == [1, 2, 2]
-    assert one.shared._waiting == {}
-    assert list(one) == []
+    first, second = share_iterators(chunks)
+    assert [next(first).pop("tokens") for _ in range(2)] == [0, 1]
+    assert next(second) == {"tokens": 0}
+    assert [next(iterator)["tokens"] for iterator in (second, second, first)] == [1, 2, 2]
+    assert first.shared._waiting == {}
+    assert list(first) == []
     assert share_iterators(iterators_by_chunk(None, 2)) == [None, None]
     assert share_iterators(chunks[:1]) == [source]  # whose own it is, untouched
 
@@ -212,18 +220,24 @@ SLIME = (
 )
 
 
-@pytest.mark.parametrize("way", ["flags", "apart"])
-def test_a_library_with_megatrons_parser(farm: Farm, tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("parsing", ["flags", "apart"])
+def test_a_library_with_megatrons_parser(farm: Farm, tmp_path: Path, parsing: str) -> None:
     """By flags in one process, and by `register` where another one validates the arguments."""
     plain = run(farm, tmp_path, "slime", None, SLIME, apart=False)
     flags, options = ["--pipeline-schedule", "v-half"], {}
-    if way == "apart":
+    if parsing == "apart":
         flags, options = [], {"schedule": "v-half"}
-    ours = run(
-        farm, tmp_path, "slime", "v-half", [*SLIME, *flags], options=options, apart=way == "apart"
+    package_run = run(
+        farm,
+        tmp_path,
+        "slime",
+        "v-half",
+        [*SLIME, *flags],
+        options=options,
+        apart=parsing == "apart",
     )
-    assert (plain.chunks, ours.chunks) == (1, 2)
-    same(ours, plain)
+    assert (plain.chunks, package_run.chunks) == (1, 2)
+    same(package_run, plain)
 
 
 def test_a_schedule_that_only_another_process_has_seen_is_refused(
@@ -239,8 +253,8 @@ def test_a_schedule_that_only_another_process_has_seen_is_refused(
 def test_a_hybrid_model(farm: Farm, tmp_path: Path, schedule: str) -> None:
     """The constructor alone is told the pattern; stages that it marks are its library's own."""
     plain = run(farm, tmp_path, "areal", None, pattern="M-|*-|M*|-*")
-    ours = run(farm, tmp_path, "areal", schedule, pattern="M-*-M*-*")
-    same(ours, plain)
+    package_run = run(farm, tmp_path, "areal", schedule, pattern="M-*-M*-*")
+    same(package_run, plain)
     marked = run(farm, tmp_path, "areal", schedule, pattern="M-|*-|M*|-*")
     same(marked, plain)
 
@@ -250,9 +264,9 @@ def test_a_hybrid_model(farm: Farm, tmp_path: Path, schedule: str) -> None:
 def test_a_provider_of_hybrid_models_that_knows_of_no_chunks(farm: Farm, tmp_path: Path) -> None:
     plain = run(farm, tmp_path, "bridge", None, pattern="M-|*-|M*|-*")
     for schedule, chunks in (("v-half", 2), ("zb-h1", 1)):
-        ours = run(farm, tmp_path, "bridge", schedule, pattern="M-*-M*-*")
-        assert ours.chunks == chunks
-        same(ours, plain)
+        package_run = run(farm, tmp_path, "bridge", schedule, pattern="M-*-M*-*")
+        assert package_run.chunks == chunks
+        same(package_run, plain)
 
 
 @pytest.mark.parametrize(("schedule", "steps_ahead"), [("v-half", True), ("zb-h1", False)])
@@ -261,29 +275,29 @@ def test_the_first_chunk_is_stepped_first_where_there_are_several(
 ) -> None:
     """On replicas; with one chunk per rank there is nothing to step first, and it is turned off."""
     sharded = {"pipeline": 2, "distributed_optimizer": True}
-    ours = run(farm, tmp_path, "bridge", schedule, **sharded, steps_ahead=True)
-    assert ours.first["stepped_ahead"] is steps_ahead
-    same(ours, run(farm, tmp_path, "bridge", None, **sharded))
+    package_run = run(farm, tmp_path, "bridge", schedule, **sharded, steps_ahead=True)
+    assert package_run.first["stepped_ahead"] is steps_ahead
+    same(package_run, run(farm, tmp_path, "bridge", None, **sharded))
 
 
 @pytest.mark.parametrize("schedule", ["dualpipev", "v-half"])
 def test_experts_exchanges_beside_other_passes(farm: Farm, tmp_path: Path, schedule: str) -> None:
     """The library sets Megatron's option in its config; its own 1F1B cannot have it."""
     plain = run(farm, tmp_path, "bridge", None, pipeline=2, beside=False)
-    ours = run(farm, tmp_path, "bridge", schedule, pipeline=2, beside=True)
-    assert ours.chunks == 2
-    for own, theirs in zip(ours.losses, plain.losses, strict=True):
-        assert own == pytest.approx(theirs, rel=2e-3)
-    assert ours.norms == pytest.approx(plain.norms, rel=2e-2)
-    for mine, theirs in (
-        (ours.gradients, plain.gradients),
-        (ours.parameters, plain.parameters),
+    package_run = run(farm, tmp_path, "bridge", schedule, pipeline=2, beside=True)
+    assert package_run.chunks == 2
+    for package_losses, megatron_losses in zip(package_run.losses, plain.losses, strict=True):
+        assert package_losses == pytest.approx(megatron_losses, rel=2e-3)
+    assert package_run.norms == pytest.approx(plain.norms, rel=2e-2)
+    for package_tensors, megatron_tensors in (
+        (package_run.gradients, plain.gradients),
+        (package_run.parameters, plain.parameters),
     ):
-        assert mine.keys() == theirs.keys()
-        assert any("local_experts" in name for name in mine)
-        for name, value in mine.items():
-            off = (value.float() - theirs[name].float()).norm()
-            assert off <= 2e-2 * theirs[name].float().norm() + 1e-6, name
+        assert package_tensors.keys() == megatron_tensors.keys()
+        assert any("local_experts" in name for name in package_tensors)
+        for name, value in package_tensors.items():
+            off = (value.float() - megatron_tensors[name].float()).norm()
+            assert off <= 2e-2 * megatron_tensors[name].float().norm() + 1e-6, name
 
 
 def test_megatron_core_without_a_trainer(farm: Farm, tmp_path: Path) -> None:
@@ -304,19 +318,19 @@ def test_megatron_core_without_a_trainer(farm: Farm, tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr[-6000:]
     assert "flags name a schedule (No module named 'megatron.training')" in ended.stdout
-    ours = learnt(folder, ranks)
-    assert ours.chunks == 2
-    same(ours, plain)
+    package_run = learnt(folder, ranks)
+    assert package_run.chunks == 2
+    same(package_run, plain)
 
 
 @pytest.mark.slow
 def test_a_loop_of_megatrons_rl_with_one_chunk(farm: Farm, tmp_path: Path) -> None:
     plain = run(farm, tmp_path, "rl", None)
-    assert len({tuple(each) for each in plain.losses}) == 3  # the weights move
+    assert len({tuple(losses) for losses in plain.losses}) == 3  # the weights move
     for schedule in ("zb-h1", "gpipe"):
-        ours = run(farm, tmp_path, "rl", schedule)
-        assert ours.chunks == 1
-        same(ours, plain)
+        package_run = run(farm, tmp_path, "rl", schedule)
+        assert package_run.chunks == 1
+        same(package_run, plain)
 
 
 @pytest.mark.slow
@@ -325,9 +339,9 @@ def test_a_schedule_file_and_a_layer_split(farm: Farm, tmp_path: Path) -> None:
     file.write_text(make("v-half", RANKS, 8).to_json())
     plain = run(farm, tmp_path, "bridge", None)
     options = {"layer_split": "0,1,1,2,1,1,2,0"}
-    ours = run(farm, tmp_path, "bridge", str(file), options=options)
-    assert ours.chunks == 2
-    same(ours, plain)
+    package_run = run(farm, tmp_path, "bridge", str(file), options=options)
+    assert package_run.chunks == 2
+    same(package_run, plain)
 
 
 @pytest.mark.parametrize(
@@ -368,8 +382,8 @@ def test_the_log_says_of_recomputed_inputs_what_it_says_under_flags() -> None:
     config.pipeline_model_parallel_size = RANKS
     pipeline = pipeline_from_config(config, options_from({"schedule": "v-half"}))
     assert pipeline.recomputed_inputs == ("layernorm",)
-    told = "activations that B recomputes for layernorm (--recompute-modules) are stored until W"
-    assert told in opening_lines(pipeline, 8)
+    line = "activations that B recomputes for layernorm (--recompute-modules) are stored until W"
+    assert line in opening_lines(pipeline, 8)
 
 
 def test_a_limit_leaves_room_for_what_the_rank_holds_besides(farm: Farm, tmp_path: Path) -> None:
@@ -378,6 +392,6 @@ def test_a_limit_leaves_room_for_what_the_rank_holds_besides(farm: Farm, tmp_pat
     options = {"costs_file": str(costs), "memory_limit_gib": 1e-9}
     with pytest.raises(AssertionError, match="nothing fits memory_limit_gib=1e-09: rank 0"):
         run(farm, tmp_path, "areal", "auto", options=options)
-    ours = run(farm, tmp_path, "bridge", "auto", options=options | {"memory_limit_gib": 8.0})
-    assert ours.chunks == 2
-    assert len(ours.losses) == 3
+    package_run = run(farm, tmp_path, "bridge", "auto", options=options | {"memory_limit_gib": 8.0})
+    assert package_run.chunks == 2
+    assert len(package_run.losses) == 3

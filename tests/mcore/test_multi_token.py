@@ -92,14 +92,14 @@ def test_training_equals_one_rank(
     common = [*flags.split()]
     for flag in (*OURS_ALONE, "--optimizer-post-validation"):
         if flag in common:
-            at = common.index(flag)
-            del common[at : at + (2 if flag in OURS_ALONE else 1)]
-    theirs = train(1, *depth, *STARTS, *SAYS, *common)
-    ours = train(4, "--pipeline-schedule", schedule, *depth, *STARTS, *SAYS, *flags.split())
-    assert_equal_training(ours, theirs)
-    assert_equal_gradients(ours, theirs)
-    assert_equal_metrics(ours, theirs, int(depth[1]))
-    assert "stay in B, because" not in ours.output[0]  # all its products are put off
+            index = common.index(flag)
+            del common[index : index + (2 if flag in OURS_ALONE else 1)]
+    megatron_run = train(1, *depth, *STARTS, *SAYS, *common)
+    package_run = train(4, "--pipeline-schedule", schedule, *depth, *STARTS, *SAYS, *flags.split())
+    assert_equal_training(package_run, megatron_run)
+    assert_equal_gradients(package_run, megatron_run)
+    assert_equal_metrics(package_run, megatron_run, int(depth[1]))
+    assert "stay in B, because" not in package_run.output[0]  # all its products are put off
 
 
 SHARED = "--pipeline-vocab-parallel"
@@ -141,15 +141,18 @@ def test_training_with_a_shared_vocabulary_equals_one_rank(
     """By the sums' own tolerances; how often a token is predicted is told exactly."""
     common = [*flags.split()]
     if OURS_ALONE[0] in common:
-        at = common.index(OURS_ALONE[0])
-        del common[at : at + 2]
-    theirs = train(1, *depth, *STARTS, *SAYS, *common)
+        index = common.index(OURS_ALONE[0])
+        del common[index : index + 2]
+    megatron_run = train(1, *depth, *STARTS, *SAYS, *common)
     chosen = ("--pipeline-schedule", schedule, SHARED)
-    ours = train(ranks, *chosen, *depth, *STARTS, *SAYS, *flags.split())
-    assert_equal_training(ours, theirs, weights=WEIGHTS)
-    assert_equal_gradients(ours, theirs)
-    assert len(ours.records[1]["parameters"]["embedding.word_embeddings.weight"]) == 128 // ranks
-    assert_equal_metrics(ours, theirs, int(depth[1]))
+    package_run = train(ranks, *chosen, *depth, *STARTS, *SAYS, *flags.split())
+    assert_equal_training(package_run, megatron_run, weights=WEIGHTS)
+    assert_equal_gradients(package_run, megatron_run)
+    assert (
+        len(package_run.records[1]["parameters"]["embedding.word_embeddings.weight"])
+        == 128 // ranks
+    )
+    assert_equal_metrics(package_run, megatron_run, int(depth[1]))
 
 
 @pytest.mark.slow
@@ -157,7 +160,7 @@ def test_costs_measured_with_a_shared_vocabulary_plan_the_next_run(
     train: Train, tmp_path: Path
 ) -> None:
     flags = (*ONE, UNTIED, "--train-iters", "6")
-    theirs = train(1, *flags)
+    megatron_run = train(1, *flags)
     chosen = ("--pipeline-schedule", "auto", SHARED, *flags)
     measuring = ("--pipeline-profile-iterations", "2:4", "--pipeline-trace", str(tmp_path))
     first = train(2, *chosen, *measuring)
@@ -167,21 +170,21 @@ def test_costs_measured_with_a_shared_vocabulary_plan_the_next_run(
     second = train(2, *chosen, *planned)
     assert "layers per stage, in model order: " in second.output[0]
     for run in (first, second):
-        assert_equal_training(run, theirs, weights=WEIGHTS)
+        assert_equal_training(run, megatron_run, weights=WEIGHTS)
 
 
-def assert_equal_metrics(ours: Ended, theirs: Ended, depth: int) -> None:
-    told = metrics(ours)
-    assert len([name for name in told if name.endswith(" loss")]) == depth
-    assert told.keys() == metrics(theirs).keys()
-    for name, values in metrics(theirs).items():
-        assert [step for step, _ in told[name]] == [step for step, _ in values]
-        found = [value for _, value in told[name]]
-        assert found == pytest.approx([value for _, value in values], rel=1e-5), name
+def assert_equal_metrics(package_run: Ended, megatron_run: Ended, depth: int) -> None:
+    package_metrics = metrics(package_run)
+    assert len([name for name in package_metrics if name.endswith(" loss")]) == depth
+    assert package_metrics.keys() == metrics(megatron_run).keys()
+    for name, values in metrics(megatron_run).items():
+        assert [step for step, _ in package_metrics[name]] == [step for step, _ in values]
+        package_values = [value for _, value in package_metrics[name]]
+        assert package_values == pytest.approx([value for _, value in values], rel=1e-5), name
 
 
-def assert_equal_gradients(ours: Ended, theirs: Ended) -> None:
-    mine, yours = ours.merged("gradients"), theirs.merged("gradients")
+def assert_equal_gradients(package_run: Ended, megatron_run: Ended) -> None:
+    mine, yours = package_run.merged("gradients"), megatron_run.merged("gradients")
     assert mine.keys() == yours.keys()
     assert any(name.startswith("mtp.layers.") for name in mine)
     for name, expected in yours.items():
@@ -192,19 +195,24 @@ def assert_equal_gradients(ours: Ended, theirs: Ended) -> None:
 def test_megatrons_own_1f1b_trains_the_same(train: Train) -> None:
     """Whose last rank has a copy of the embedding, filled and summed between the two ends."""
     flags = (*ONE, *STARTS, *SAYS, UNTIED)
-    theirs = train(4, "--pipeline-schedule", "1f1b", *flags)
-    ours = train(4, "--pipeline-schedule", "v-half", *flags)
-    assert_equal_training(ours, theirs)
-    assert_equal_gradients(ours, theirs)
-    assert metrics(ours).keys() == metrics(theirs).keys() != set()
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags)
+    package_run = train(4, "--pipeline-schedule", "v-half", *flags)
+    assert_equal_training(package_run, megatron_run)
+    assert_equal_gradients(package_run, megatron_run)
+    assert metrics(package_run).keys() == metrics(megatron_run).keys() != set()
 
 
 def test_an_embedding_on_one_rank_is_one_parameter(train: Train) -> None:
     """A copy there would train, but stay as it was filled: with nothing."""
     run = train(4, "--pipeline-schedule", "v-half", *ONE, *STARTS, *SAYS, UNTIED)
     names = [list(record["parameters"]) for record in run.records]
-    assert [each.count("embedding.word_embeddings.weight") for each in names] == [1, 0, 0, 0]
-    assert all("mtp." not in name for each in names[1:] for name in each)
+    assert [rank_names.count("embedding.word_embeddings.weight") for rank_names in names] == [
+        1,
+        0,
+        0,
+        0,
+    ]
+    assert all("mtp." not in name for rank_names in names[1:] for name in rank_names)
     sizes = sum(value.numel() for value in run.records[0]["parameters"].values())
     assert re.search(rf"number of parameters on .* rank \(0, .*0\): {sizes}\n", run.output[0])
 
@@ -230,12 +238,12 @@ PARALLEL = {
 def test_beside_other_parallelism(train: Train, parallel: str, schedule: str) -> None:
     ranks, text = PARALLEL[parallel]
     flags, size = (*STEPS, *ONE, *text.split()), "--pipeline-model-parallel-size"
-    ours = train(ranks, "--pipeline-schedule", schedule, *flags, size, "2")
+    package_run = train(ranks, "--pipeline-schedule", schedule, *flags, size, "2")
     if UNTIED in flags:
-        theirs = train(ranks, "--pipeline-schedule", "1f1b", *flags, size, "2")
-        assert_equal(ours, theirs, bf16="--bf16" in flags)
+        megatron_run = train(ranks, "--pipeline-schedule", "1f1b", *flags, size, "2")
+        assert_equal(package_run, megatron_run, bf16="--bf16" in flags)
     else:  # Megatron's own would keep an output layer that nobody reads
-        assert_equal_training(ours, train(ranks // 2, *flags, size, "1"))
+        assert_equal_training(package_run, train(ranks // 2, *flags, size, "1"))
 
 
 SHARED_PARALLEL = {
@@ -259,20 +267,20 @@ SHARED_PARALLEL = {
 def test_a_shared_vocabulary_beside_other_parallelism(train: Train, parallel: str) -> None:
     schedule, ranks, text = SHARED_PARALLEL[parallel]
     flags, size = (*STEPS, *TWO, *SAYS, *text.split()), "--pipeline-model-parallel-size"
-    ours = train(ranks, "--pipeline-schedule", schedule, SHARED, *flags, size, "2")
-    theirs = train(ranks // 2, *flags, size, "1")
+    package_run = train(ranks, "--pipeline-schedule", schedule, SHARED, *flags, size, "2")
+    megatron_run = train(ranks // 2, *flags, size, "1")
     half = "--bf16" in text
-    assert relative(losses(ours), losses(theirs)) <= (1e-4 if half else 1e-6)
-    assert relative(ours.record["grad_norms"], theirs.record["grad_norms"]) <= (
+    assert relative(losses(package_run), losses(megatron_run)) <= (1e-4 if half else 1e-6)
+    assert relative(package_run.record["grad_norms"], megatron_run.record["grad_norms"]) <= (
         1e-2 if half else 1e-5
     )
     if half:
         return
-    assert_equal_metrics(ours, theirs, 2)
+    assert_equal_metrics(package_run, megatron_run, 2)
     for key, tolerance in ("gradients", 1e-6), ("parameters", WEIGHTS):
         if key == "gradients" and OVERLAP in text:
             continue  # each rank has summed up its part alone
-        mine, yours = ours.whole(key), theirs.whole(key)
+        mine, yours = package_run.whole(key), megatron_run.whole(key)
         assert mine.keys() == yours.keys()
         for name, expected in yours.items():
             torch.testing.assert_close(mine[name], expected, rtol=0, atol=tolerance, msg=name)
@@ -284,20 +292,20 @@ def test_a_shared_vocabulary_beside_other_parallelism(train: Train, parallel: st
 @pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
 def test_a_hybrid_model(train: Train, schedule: str, flags: str) -> None:
     pattern = ("--hybrid-layer-pattern", "*-*-*-*-/*-/*-")
-    theirs = train(1, *pattern, *STARTS, *SAYS, UNTIED)
+    megatron_run = train(1, *pattern, *STARTS, *SAYS, UNTIED)
     chosen = ("--pipeline-schedule", schedule, *flags.split())
-    ours = train(4, *chosen, *pattern, *STARTS, *SAYS, UNTIED)
-    assert_equal_training(ours, theirs, weights=WEIGHTS if flags else 1e-5)
-    assert_equal_gradients(ours, theirs)
-    assert {"mtp_1 loss", "mtp_2 loss"} <= metrics(ours).keys()
+    package_run = train(4, *chosen, *pattern, *STARTS, *SAYS, UNTIED)
+    assert_equal_training(package_run, megatron_run, weights=WEIGHTS if flags else 1e-5)
+    assert_equal_gradients(package_run, megatron_run)
+    assert {"mtp_1 loss", "mtp_2 loss"} <= metrics(package_run).keys()
 
 
 @pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
 def test_a_library(farm: Farm, tmp_path: Path, schedule: str) -> None:
     plain = run_library(farm, tmp_path, "bridge", None, predicting=2)
-    ours = run_library(farm, tmp_path, "bridge", schedule, predicting=2)
-    assert any(name.startswith("mtp.layers.1.") for name in ours.gradients)
-    same(ours, plain)
+    package_run = run_library(farm, tmp_path, "bridge", schedule, predicting=2)
+    assert any(name.startswith("mtp.layers.1.") for name in package_run.gradients)
+    same(package_run, plain)
     options = {"vocab_parallel": True}
     same(
         joined(run_library(farm, tmp_path, "bridge", schedule, options=options, predicting=2)),
@@ -362,7 +370,7 @@ def sizes(vocabulary: int, predicting: int | None) -> Namespace:
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "predicting", "least", "mean"),
+    ("vocabulary", "predicting", "min_layers", "mean"),
     [
         (32_768, 1, 2.4, 4.3),
         (131_072, 1, 6.1, 4.8),
@@ -371,17 +379,19 @@ def sizes(vocabulary: int, predicting: int | None) -> Namespace:
     ],
 )
 def test_the_balanced_split_counts_its_layers(
-    vocabulary: int, predicting: int, least: float, mean: float
+    vocabulary: int, predicting: int, min_layers: float, mean: float
 ) -> None:
     """The loads of a GPT's rank 0 without other layers, and of all devices, in layers of it."""
     split = split_layers(sizes(vocabulary, predicting), v_shape(8), "auto", None)
     assert split.estimate is not None
     stages = pieces_from_costs(split.estimate)
     layer_us = stages[1].time_us / split.layers[1]
-    devices = [(stages[at].time_us + stages[15 - at].time_us) / layer_us for at in range(8)]
-    heavy = least > mean  # more than any split balances: rank 0 has no other layers
+    devices = [
+        (stages[device].time_us + stages[15 - device].time_us) / layer_us for device in range(8)
+    ]
+    heavy = min_layers > mean  # more than any split balances: rank 0 has no other layers
     assert split.layers[0] + split.layers[-1] == 0 or not heavy
-    own = devices[0] - split.layers[0] - split.layers[-1]
-    assert own == pytest.approx(least, abs=0.06)
+    output_load = devices[0] - split.layers[0] - split.layers[-1]
+    assert output_load == pytest.approx(min_layers, abs=0.06)
     assert sum(devices) / 8 == pytest.approx(mean, abs=0.06)
     assert stages[-1].held_after_forward_bytes == pytest.approx((split.layers[-1] + predicting) / 2)

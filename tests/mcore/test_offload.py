@@ -38,11 +38,11 @@ def trained(farm: Farm, folder: Path, schedule: Schedule, *flags: str, ranks: in
     return farm.run(ranks, *flags, plugin=PLUGIN).check()
 
 
-def assert_same_bits(ours: Ended, theirs: Ended) -> None:
-    assert ours.record["losses"] == theirs.record["losses"]
-    assert ours.record["evaluations"] == theirs.record["evaluations"]
+def assert_same_bits(package_run: Ended, baseline_run: Ended) -> None:
+    assert package_run.record["losses"] == baseline_run.record["losses"]
+    assert package_run.record["evaluations"] == baseline_run.record["evaluations"]
     for key in ("gradients", "parameters"):
-        mine, yours = ours.by_place(key), theirs.by_place(key)
+        mine, yours = package_run.by_place(key), baseline_run.by_place(key)
         assert mine.keys() == yours.keys()
         assert [name for name in yours if not torch.equal(mine[name], yours[name])] == []
 
@@ -60,10 +60,10 @@ OURS = [name for name in NAMES if name not in MEGATRONS_OWN]
 def test_every_order_of_the_catalogue_trains_the_same(
     train: Train, farm: Farm, tmp_path: Path, name: str
 ) -> None:
-    theirs = train(4, "--pipeline-schedule", name, *STEPS, UNTIED)
+    baseline_run = train(4, "--pipeline-schedule", name, *STEPS, UNTIED)
     chosen = choose_every_third if name == "v-zb" else choose_all
-    ours = trained(farm, tmp_path, with_offloads(make(name, 4, 8), chosen), *STEPS, UNTIED)
-    assert_same_bits(ours, theirs)
+    package_run = trained(farm, tmp_path, with_offloads(make(name, 4, 8), chosen), *STEPS, UNTIED)
+    assert_same_bits(package_run, baseline_run)
 
 
 PARALLEL = {
@@ -83,9 +83,9 @@ def test_beside_what_else_megatron_does(
 ) -> None:
     ranks, text = PARALLEL[layout]
     flags = (*STEPS, "--pipeline-model-parallel-size", "2", *text.split())
-    theirs = train(ranks, "--pipeline-schedule", "v-half", *flags)
-    ours = trained(farm, tmp_path, with_offloads(make("v-half", 2, 8)), *flags, ranks=ranks)
-    assert_same_bits(ours, theirs)
+    baseline_run = train(ranks, "--pipeline-schedule", "v-half", *flags)
+    package_run = trained(farm, tmp_path, with_offloads(make("v-half", 2, 8)), *flags, ranks=ranks)
+    assert_same_bits(package_run, baseline_run)
 
 
 SIZES = (
@@ -96,11 +96,11 @@ SIZES = (
 
 @pytest.mark.parametrize("name", ["v-half", pytest.param("1f1b-v", marks=pytest.mark.slow)])
 def test_peaks_are_what_was_predicted(train: Train, farm: Farm, tmp_path: Path, name: str) -> None:
-    theirs, _ = figures(train(4, "--pipeline-schedule", name, *SIZES, UNTIED))
+    baseline_peaks, _ = figures(train(4, "--pipeline-schedule", name, *SIZES, UNTIED))
     run = trained(farm, tmp_path, with_offloads(make(name, 4, 16)), *SIZES, UNTIED)
     measured, predicted = figures(run)
     assert measured == pytest.approx(predicted, rel=0.05)
-    assert max(measured) < 0.7 * max(theirs)
+    assert max(measured) < 0.7 * max(baseline_peaks)
     (line,) = [line for line in run.output[0].splitlines() if "peak activation memory" in line]
     assert re.search(r"host memory \[[0-9., ]+\]", line)
 
@@ -111,9 +111,9 @@ def test_every_byte_is_counted(farm: Farm, tmp_path: Path) -> None:
     file.write_text(with_offloads(make("v-half", 4, 16)).to_json())
     names = ("v-half", str(file))
     flags = (*SIZES, UNTIED, "--pipeline-schedule")
-    theirs, ours = (farm.run(4, *flags, name, live=True).check() for name in names)
-    predicted = zip(figures(theirs)[1], figures(ours)[1], strict=True)
-    records = zip(theirs.records, ours.records, predicted, strict=True)
+    baseline_run, package_run = (farm.run(4, *flags, name, live=True).check() for name in names)
+    predicted = zip(figures(baseline_run)[1], figures(package_run)[1], strict=True)
+    records = zip(baseline_run.records, package_run.records, predicted, strict=True)
     for plain, copied, (more_mib, less_mib) in records:
         spared = plain["live_bytes"] - copied["live_bytes"]
         assert spared == pytest.approx((more_mib - less_mib) * 2**20, rel=0.05)
@@ -126,31 +126,35 @@ AUTO = ("--pipeline-schedule", "auto", "--pipeline-memory-limit", "v-min")
 
 def test_auto_plans_copies_by_what_they_take(train: Train, farm: Farm, tmp_path: Path) -> None:
     file = costs_of_copies(tmp_path)
-    theirs = train(2, "--pipeline-schedule", "v-half", *LARGER, "3")
-    ours = farm.run(2, *AUTO, "--pipeline-costs", str(file), *LARGER, "3", plugin=PLUGIN).check()
-    (line,) = [each for each in ours.output[0].splitlines() if "are offloaded" in each]
+    baseline_run = train(2, "--pipeline-schedule", "v-half", *LARGER, "3")
+    package_run = farm.run(
+        2, *AUTO, "--pipeline-costs", str(file), *LARGER, "3", plugin=PLUGIN
+    ).check()
+    (line,) = [text for text in package_run.output[0].splitlines() if "are offloaded" in text]
     assert re.search(r"of \d+ of 64 microbatches and .*: at most 0\.0\d+ GiB per rank of \d", line)
-    assert ours.record["losses"] == theirs.record["losses"]
-    assert re.search(r"host memory \[[0-9., ]+\]", ours.output[0])
+    assert package_run.record["losses"] == baseline_run.record["losses"]
+    assert re.search(r"host memory \[[0-9., ]+\]", package_run.output[0])
 
 
 @pytest.mark.slow
 def test_auto_measures_copies_where_it_is_asked_for_them(
     train: Train, farm: Farm, tmp_path: Path
 ) -> None:
-    theirs = train(2, "--pipeline-schedule", "v-half", *LARGER, "7")
+    baseline_run = train(2, "--pipeline-schedule", "v-half", *LARGER, "7")
     flags = ("--pipeline-profile-iterations", "2:3", "--pipeline-trace", str(tmp_path))
-    ours = farm.run(2, *AUTO, *flags, "--fine-grained-activation-offloading", *LARGER, "7").check()
-    assert "fine_grained_activation_offloading: translated to offloading" in ours.output[0]
-    assert ours.record["losses"] == theirs.record["losses"]
+    package_run = farm.run(
+        2, *AUTO, *flags, "--fine-grained-activation-offloading", *LARGER, "7"
+    ).check()
+    assert "fine_grained_activation_offloading: translated to offloading" in package_run.output[0]
+    assert package_run.record["losses"] == baseline_run.record["losses"]
     costs = Costs.load(tmp_path / "costs.json")
     assert costs.copies
     assert dict(costs.sources)["copy_out_us"] == "measured on 2 ranks at once"
-    for moved, held in zip(
+    for moved, retained in zip(
         dict(costs.others)["offloaded_bytes"], costs.held_after_forward_bytes, strict=True
     ):
         # At the turn of the V the input is counted as what the stage before holds.
-        assert 0.8 * held < moved <= 1.05 * held
+        assert 0.8 * retained < moved <= 1.05 * retained
 
 
 @pytest.mark.slow
@@ -164,18 +168,21 @@ def test_a_step_that_is_undone_leaves_nothing_behind(
         *"--log-interval 10 --no-check-for-nan-in-loss-and-grad".split(),
         UNTIED,
     )
-    theirs = train(2, "--pipeline-schedule", "v-zb", *flags)
-    ours = trained(farm, tmp_path, with_offloads(make("v-zb", 2, 8)), *flags, ranks=2)
-    told = [re.search(r"post-validation: .* undone", run.output[0]) for run in (ours, theirs)]
-    assert told[0] is not None
-    assert told[1] is not None
-    assert told[0][0] == told[1][0]
-    assert_same_bits(ours, theirs)
+    baseline_run = train(2, "--pipeline-schedule", "v-zb", *flags)
+    package_run = trained(farm, tmp_path, with_offloads(make("v-zb", 2, 8)), *flags, ranks=2)
+    undo_lines = [
+        re.search(r"post-validation: .* undone", run.output[0])
+        for run in (package_run, baseline_run)
+    ]
+    assert undo_lines[0] is not None
+    assert undo_lines[1] is not None
+    assert undo_lines[0][0] == undo_lines[1][0]
+    assert_same_bits(package_run, baseline_run)
 
 
 def test_a_file_whose_copies_cannot_run_is_refused(tmp_path: Path) -> None:
     """The row of a device says where copies begin, whatever runs beside it."""
-    schedule = with_offloads(make("v-half", 2, 4), lambda *at: at == (1, 2))
+    schedule = with_offloads(make("v-half", 2, 4), lambda *position: position == (1, 2))
     file = tmp_path / "waits.csv"
     file.write_text(schedule.to_csv())
     assert resolve_schedule(Options(str(file)), 2).from_file is not None
@@ -217,17 +224,19 @@ def test_auto_keeps_the_limit_of_host_memory(tmp_path: Path) -> None:
 
 def test_a_file_beyond_the_limit_of_host_memory(train: Train, farm: Farm, tmp_path: Path) -> None:
     """By its costs it is refused; without them the rest stays in GPU memory."""
-    theirs = train(2, "--pipeline-schedule", "v-half", *STEPS, UNTIED)
+    baseline_run = train(2, "--pipeline-schedule", "v-half", *STEPS, UNTIED)
     schedule = with_offloads(make("v-half", 2, 8))
     limit = ("--pipeline-host-memory-limit", "0.0006")
-    ours = trained(farm, tmp_path, schedule, *limit, *STEPS, UNTIED, ranks=2)
-    assert_same_bits(ours, theirs)
-    told = [line for run in ours.output for line in run.splitlines() if "no host memory" in line]
-    assert told
-    assert all("the limit is 1 MiB" in line for line in told)
-    found = re.search(r"host memory \[([0-9., ]+)\]", ours.output[0])
-    assert found is not None
-    assert all(0 < float(each) * 2**20 <= 0.0006 * GIB for each in found[1].split(","))
+    package_run = trained(farm, tmp_path, schedule, *limit, *STEPS, UNTIED, ranks=2)
+    assert_same_bits(package_run, baseline_run)
+    rejections = [
+        line for run in package_run.output for line in run.splitlines() if "no host memory" in line
+    ]
+    assert rejections
+    assert all("the limit is 1 MiB" in line for line in rejections)
+    match = re.search(r"host memory \[([0-9., ]+)\]", package_run.output[0])
+    assert match is not None
+    assert all(0 < float(gigabytes) * 2**20 <= 0.0006 * GIB for gigabytes in match[1].split(","))
 
 
 @pytest.mark.parametrize(
@@ -261,9 +270,11 @@ def test_slices_wait_and_their_keys_and_values_stay(
 ) -> None:
     flags = (*SIZES, "--num-layers", "4", UNTIED)
     alone = train(2, "--pipeline-schedule", name, "--pipeline-slices", "4", *flags)
-    ours = trained(farm, tmp_path, with_offloads(make(name, 2, 16, slices=4)), *flags, ranks=2)
-    assert_same_bits(ours, alone)
-    measured, predicted = figures(ours)
+    package_run = trained(
+        farm, tmp_path, with_offloads(make(name, 2, 16, slices=4)), *flags, ranks=2
+    )
+    assert_same_bits(package_run, alone)
+    measured, predicted = figures(package_run)
     assert measured == pytest.approx(predicted, rel=0.05)
     assert max(measured) < 0.95 * max(figures(alone)[0])
 

@@ -150,80 +150,84 @@ MUTANTS = {
 }
 
 
-def found(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def run_cases(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return what `sliced_steps` tells of these cases."""
     program = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(cases)]
-    beside = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     ended = subprocess.run(
         program,
         capture_output=True,
         text=True,
         cwd=Path(__file__).parent,
-        env=beside,
+        env=environment,
         timeout=1800,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
-    told = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
-    assert [each["case"] for each in told] == list(cases)
-    return {each["case"]: each for each in told}
+    reports = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    assert [report["case"] for report in reports] == list(cases)
+    return {report["case"]: report for report in reports}
 
 
-def assert_equal(told: dict[str, dict[str, Any]], slices: dict[str, int]) -> None:
-    for name, each in told.items():
+def assert_equal(reports: dict[str, dict[str, Any]], slices: dict[str, int]) -> None:
+    for name, report in reports.items():
         for against in ("whole", "1f1b"):
-            difference = each[against]
+            difference = report[against]
             assert "error" not in difference, (name, difference["error"])
             assert difference["kept"] == 0, name
-            most = 0 if slices[name] == 1 else MOST
+            max_difference = 0 if slices[name] == 1 else MOST
             if name == "global":  # Megatron takes that mean in 32 bits
-                most = 1e-6
-            assert difference["gradients"] <= most, (name, against, difference)
+                max_difference = 1e-6
+            assert difference["gradients"] <= max_difference, (name, against, difference)
             assert difference["losses"] <= MOST, (name, against, difference)
             assert difference["balance"] <= 1e-6, (name, against, difference)
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, dict[str, Any]]:
-    return found(CASES | MUTANTS)
+def reports() -> dict[str, dict[str, Any]]:
+    return run_cases(CASES | MUTANTS)
 
 
 def test_gradients_and_losses_are_those_of_whole_microbatches(
-    told: dict[str, dict[str, Any]],
+    reports: dict[str, dict[str, Any]],
 ) -> None:
     """To rounding; of one slice through the same path bit by bit."""
-    own = {name: told[name] for name in CASES}
-    assert_equal(own, {name: case["slices"] for name, case in CASES.items()})
+    case_reports = {name: reports[name] for name in CASES}
+    assert_equal(case_reports, {name: case["slices"] for name, case in CASES.items()})
 
 
 def test_gradients_of_keys_and_values_are_summed_in_one_buffer() -> None:
     """In 32 bits, with the bits of one sum per slice, and without another copy."""
-    count, own = 4, 3
-    total = count * own
-    kept = KeysValues([torch.empty(own, 1, 2, 5, dtype=torch.bfloat16)], total)
-    drawn = [torch.randn(end, 1, 2, 5).bfloat16() for end in range(own, total + 1, own)]
-    made, buffers = [], set()
-    for at in reversed(range(count)):
-        (gradient,) = kept.add(TokenRange(0, at * own, (at + 1) * own, total), [drawn[at]])
-        made.insert(0, gradient)
-        buffers.add((kept.gradients[0].data_ptr(), kept.gradients[0].shape[0]))
-    assert buffers == {(kept.gradients[0].data_ptr(), total - own)}
-    assert kept.gradients[0].dtype == torch.float32
-    for at, gradient in enumerate(made):
-        expected = torch.zeros(own, 1, 2, 5)
-        for later in reversed(drawn[at:]):
-            expected += later[at * own : (at + 1) * own].float()
+    count, slice_tokens = 4, 3
+    total = count * slice_tokens
+    keys_values = KeysValues([torch.empty(slice_tokens, 1, 2, 5, dtype=torch.bfloat16)], total)
+    drawn = [
+        torch.randn(end, 1, 2, 5).bfloat16() for end in range(slice_tokens, total + 1, slice_tokens)
+    ]
+    gradients, buffers = [], set()
+    for index in reversed(range(count)):
+        (gradient,) = keys_values.add(
+            TokenRange(0, index * slice_tokens, (index + 1) * slice_tokens, total), [drawn[index]]
+        )
+        gradients.insert(0, gradient)
+        buffers.add((keys_values.gradients[0].data_ptr(), keys_values.gradients[0].shape[0]))
+    assert buffers == {(keys_values.gradients[0].data_ptr(), total - slice_tokens)}
+    assert keys_values.gradients[0].dtype == torch.float32
+    for index, gradient in enumerate(gradients):
+        expected = torch.zeros(slice_tokens, 1, 2, 5)
+        for later in reversed(drawn[index:]):
+            expected += later[index * slice_tokens : (index + 1) * slice_tokens].float()
         assert torch.equal(gradient, expected.bfloat16())
         assert gradient.untyped_storage().nbytes() == gradient.nbytes
 
 
 @pytest.mark.slow
 def test_every_name_and_option() -> None:
-    assert_equal(found(MORE), {name: case["slices"] for name, case in MORE.items()})
+    assert_equal(run_cases(MORE), {name: case["slices"] for name, case in MORE.items()})
 
 
-def test_what_goes_wrong_between_slices_shows(told: dict[str, dict[str, Any]]) -> None:
+def test_what_goes_wrong_between_slices_shows(reports: dict[str, dict[str, Any]]) -> None:
     for name in MUTANTS:
-        difference = told[name]["whole"]
+        difference = reports[name]["whole"]
         if name == "out of turn":  # the call that later slices take their part of is not there
             assert "KeyError" in difference["error"]
         else:
@@ -255,9 +259,9 @@ OPTIONS = {
 def test_training_equals_megatrons_1f1b(train: Callable[..., Ended]) -> None:
     """With Megatron's distributed optimizer, which supports at most 32 bits."""
     flags = (*TWO, *DISTRIBUTED.split(), UNTIED)
-    theirs = train(4, "--pipeline-schedule", "1f1b", *flags)
-    ours = train(4, "--pipeline-schedule", "v-zb", "--pipeline-slices", "4", *flags)
-    assert_equal_training(ours, theirs)
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags)
+    package_run = train(4, "--pipeline-schedule", "v-zb", "--pipeline-slices", "4", *flags)
+    assert_equal_training(package_run, megatron_run)
 
 
 @pytest.mark.slow
@@ -267,11 +271,13 @@ def test_training_in_64_bits_equals_megatrons_1f1b(train: Callable[..., Ended], 
     flags = [*TWO, "--clip-grad", "0", *OPTIONS[name].split()]  # clipping supports 32 bits only
     if "tied" not in name:
         flags.append(UNTIED)
-    theirs = train(4, "--pipeline-schedule", "1f1b", *flags, plugin=IN_64_BITS)
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags, plugin=IN_64_BITS)
     sliced = ("--pipeline-schedule", "v-zb", "--pipeline-slices", "4")
-    ours = train(4, *sliced, *flags, plugin=IN_64_BITS)
-    assert {each.dtype for each in ours.merged("parameters").values()} == {torch.float64}
-    assert_equal_training(ours, theirs, weights=MOST)
+    package_run = train(4, *sliced, *flags, plugin=IN_64_BITS)
+    assert {parameter.dtype for parameter in package_run.merged("parameters").values()} == {
+        torch.float64
+    }
+    assert_equal_training(package_run, megatron_run, weights=MOST)
 
 
 @pytest.mark.slow
@@ -280,12 +286,12 @@ def test_a_planned_order_of_slices_trains_like_1f1b(
 ) -> None:
     file = tmp_path / "costs.json"
     file.write_text(Costs.uniform(4, 8, 100, 120, 90, 5, host=1.0).to_json())
-    theirs = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
     planned = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file))
-    ours = train(4, *planned, "--pipeline-slices", "auto", *TWO, UNTIED)
-    assert_equal_training(ours, theirs)
+    package_run = train(4, *planned, "--pipeline-slices", "auto", *TWO, UNTIED)
+    assert_equal_training(package_run, megatron_run)
     # 2 and 4 slices differ by 0.3% here
-    assert any(re.search(r" microbatches of [24] slices", text) for text in ours.output)
+    assert any(re.search(r" microbatches of [24] slices", text) for text in package_run.output)
 
 
 @needs_hybrid
@@ -295,9 +301,9 @@ def test_slices_of_a_hybrid_model(train: Callable[..., Ended], pattern: str) -> 
     flags = ["--hybrid-layer-pattern", pattern, *TWO, UNTIED]
     if "E" in pattern:
         flags += "--num-experts 4 --moe-router-topk 2 --disable-bias-linear".split()
-    theirs = train(2, "--pipeline-schedule", "1f1b", *flags)
-    ours = train(2, "--pipeline-schedule", "v-zb", "--pipeline-slices", "4", *flags)
-    assert_equal_training(ours, theirs)
+    megatron_run = train(2, "--pipeline-schedule", "1f1b", *flags)
+    package_run = train(2, "--pipeline-schedule", "v-zb", "--pipeline-slices", "4", *flags)
+    assert_equal_training(package_run, megatron_run)
 
 
 GIVEN = {
@@ -380,12 +386,12 @@ def test_all_balancing_types_of_megatron_are_reviewed() -> None:
 def test_nothing_is_refused_of_a_plain_model(pattern: str | None) -> None:
     plain = {"context_parallel_size": 1, "num_experts": None, "cuda_graph_impl": "none"}
     plain |= {"hybrid_layer_pattern": pattern}
-    others = {"position_embedding_type": "rope", "mtp_num_layers": 2}
-    check_slices(4, Namespace(seq_length=4096, **others, **plain))
+    supported_arguments = {"position_embedding_type": "rope", "mtp_num_layers": 2}
+    check_slices(4, Namespace(seq_length=4096, **supported_arguments, **plain))
 
 
 @pytest.mark.parametrize(
-    ("slices", "length", "tensor", "told"),
+    ("slices", "length", "tensor", "message"),
     [
         (3, 32, 1, "3 does not divide 32 tokens into equal slices. Use --pipeline-slices 2"),
         (
@@ -397,17 +403,17 @@ def test_nothing_is_refused_of_a_plain_model(pattern: str | None) -> None:
         ),
     ],
 )
-def test_slices_are_alike(slices: int, length: int, tensor: int, told: str) -> None:
+def test_slices_are_alike(slices: int, length: int, tensor: int, message: str) -> None:
     options = Namespace(
         seq_length=length, tensor_model_parallel_size=tensor, sequence_parallel=tensor > 1
     )
     with pytest.raises(UnsupportedError) as error:
         check_slices(slices, options)
-    assert str(error.value) == f"--pipeline-slices {told}"
+    assert str(error.value) == f"--pipeline-slices {message}"
 
 
-def options(**given: Any) -> Options:
-    return Options(**{"schedule": "v-zb", "timeout_seconds": 9.0, "slices": 4} | given)
+def options(**settings: Any) -> Options:
+    return Options(**{"schedule": "v-zb", "timeout_seconds": 9.0, "slices": 4} | settings)
 
 
 def test_a_file_says_its_slices(tmp_path: Path) -> None:
@@ -426,17 +432,19 @@ def test_a_schedule_by_name_does_not_choose_its_slices() -> None:
         resolve_schedule(options(slices="auto"), 2)
 
 
-def auto(tmp_path: Path, host: float, **given: Any) -> Options:
+def auto(tmp_path: Path, host: float, **settings: Any) -> Options:
     """Return the options of a planned run whose passes take so much beside their share."""
     file = tmp_path / "costs.json"
     file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5, host=host).to_json())
-    return options(**{"schedule": "auto", "slices": "auto", "costs_file": str(file)} | given)
+    return options(**{"schedule": "auto", "slices": "auto", "costs_file": str(file)} | settings)
 
 
 @pytest.mark.parametrize(("host", "chosen"), [(1.0, 4), (60.0, 1)])
 def test_auto_chooses_slices_for_a_run(tmp_path: Path, host: float, chosen: int) -> None:
-    given = auto(tmp_path, host)
-    choice = narrowed(Settings(Namespace(seq_length=48), resolve_schedule(given, 2), given))
+    package_options = auto(tmp_path, host)
+    choice = narrowed(
+        Settings(Namespace(seq_length=48), resolve_schedule(package_options, 2), package_options)
+    )
     assert choice.slices == (1, 2, 4, 8)
     schedule = Planner(choice).plan_step(2).schedule
     assert (schedule.slices, schedule.num_microbatches) == (chosen, 2 * chosen)
@@ -445,21 +453,25 @@ def test_auto_chooses_slices_for_a_run(tmp_path: Path, host: float, chosen: int)
 def test_auto_has_what_the_sequence_and_the_model_allow(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given = auto(tmp_path, 1.0)
-    choice = resolve_schedule(given, 2)
+    package_options = auto(tmp_path, 1.0)
+    choice = resolve_schedule(package_options, 2)
     parts = {"sequence_parallel": True, "tensor_model_parallel_size": 2}
-    assert narrowed(Settings(Namespace(seq_length=24, **parts), choice, given)).slices == (1, 2, 4)
-    planner = Planner(narrowed(Settings(Namespace(), choice, given)))
+    assert narrowed(
+        Settings(Namespace(seq_length=24, **parts), choice, package_options)
+    ).slices == (1, 2, 4)
+    planner = Planner(narrowed(Settings(Namespace(), choice, package_options)))
     planner.configure(replace(planner.choice, slices=(1, 2)))
     assert planner.plan_step(2).schedule.slices == 2
     caplog.set_level("INFO")
-    assert narrowed(Settings(Namespace(context_parallel_size=2), choice, given)).slices == 1
+    assert (
+        narrowed(Settings(Namespace(context_parallel_size=2), choice, package_options)).slices == 1
+    )
     assert "microbatches stay whole: --pipeline-slices does not work with" in caplog.text
 
 
 def test_a_planned_run_takes_one_number(tmp_path: Path) -> None:
-    given = auto(tmp_path, 1.0, slices=4)
-    assert Planner(resolve_schedule(given, 2)).plan_step(2).schedule.slices == 4
+    package_options = auto(tmp_path, 1.0, slices=4)
+    assert Planner(resolve_schedule(package_options, 2)).plan_step(2).schedule.slices == 4
     file = tmp_path / "mine.json"
     file.write_text(make("v-zb", 2, 3, slices=4).to_json())
     assert resolve_schedule(options(schedule=str(file), slices="auto"), 2).slices == 4
@@ -480,17 +492,17 @@ class Plain(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("inputs", "message"),
     [
         ({"labels": torch.zeros(1, 6)}, r"cannot slice labels, \(1, 6\), with which"),
         ({"labels": "whole"}, "cannot slice labels, str, with which the model was called for 8 "),
     ],
 )
-def test_what_cannot_be_cut_is_told(given: dict[str, Any], told: str) -> None:
+def test_what_cannot_be_cut_is_told(inputs: dict[str, Any], message: str) -> None:
     def step(iterator: Any, model: Any) -> Any:
-        return model(torch.zeros(1, 8), **given), None
+        return model(torch.zeros(1, 8), **inputs), None
 
-    with pytest.raises(UnsupportedError, match=told):
+    with pytest.raises(UnsupportedError, match=message):
         Slices(2, 8).forward(0, False, 0, step)(None, Plain())
 
 

@@ -52,15 +52,15 @@ def a_state() -> StepState:
 
 def call(layer: fake_te.TeLayer, x: Tensor) -> Tensor:
     """Call a layer as Megatron's subclass does; add the bias if the layer returns it."""
-    more = [SPLITS] if isinstance(layer, fake_te.GroupedLinear) else []
-    y = layer(x, *more, is_first_microbatch=layer.now_first())
+    splits = [SPLITS] if isinstance(layer, fake_te.GroupedLinear) else []
+    y = layer(x, *splits, is_first_microbatch=layer.now_first())
     if not isinstance(y, tuple):
         return y
     y, bias = y
     if not isinstance(layer, fake_te.GroupedLinear):
         return y if bias is None else y + bias
     parts = zip(y.split(SPLITS), bias or [0] * len(SPLITS), strict=True)
-    return torch.cat([part + each for part, each in parts])
+    return torch.cat([part + shift for part, shift in parts])
 
 
 class FakeDdp:
@@ -109,11 +109,11 @@ def run(
             outputs.pop(microbatch).float().square().sum().backward()
     assert not state.jobs._buckets
     del keep
-    found = {f"input{m}": x.grad for m, x in inputs.items()}
+    gradients = {f"input{m}": x.grad for m, x in inputs.items()}
     for name, parameter in layer.named_parameters():
         assert not ddp or parameter.grad is None
-        found[name] = parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
-    return found
+        gradients[name] = parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
+    return gradients
 
 
 ACCUMULATIONS = ["grad", "ddp", "fused", "fused, ddp"]
@@ -145,15 +145,19 @@ def test_gradients_equal_whole_backwards(
                 parameter.main_grad = torch.zeros(parameter.shape)  # type: ignore[attr-defined]
             ddp = False
         results.append(run(layer, passes, ddp, install=install))
-    whole, split = results
-    assert whole.keys() == split.keys()
-    for name in whole:
+    full_gradients, split_gradients = results
+    assert full_gradients.keys() == split_gradients.keys()
+    for name in full_gradients:
         if accumulation == "fused" and "bias" in name:
             continue  # without DDP, TE's bias gradients are in .grad and nobody adds them up
-        torch.testing.assert_close(split[name], whole[name], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            split_gradients[name], full_gradients[name], rtol=1e-5, atol=1e-5
+        )
         in_order = order in (ORDERS["in order"], ORDERS["whole first"])
         assert (
-            not in_order or order == ORDERS["whole first"] or torch.equal(split[name], whole[name])
+            not in_order
+            or order == ORDERS["whole first"]
+            or torch.equal(split_gradients[name], full_gradients[name])
         )
 
 
@@ -164,47 +168,47 @@ def test_recompute(kind: str, fused: bool, reentrant: bool) -> None:
     def forward(layer: nn.Module, x: Tensor) -> Tensor:
         return checkpoint(call, layer, x, use_reentrant=reentrant)
 
-    whole = run(LAYERS[kind](fused=fused), WHOLE, ddp=True, install=False)
+    full_gradients = run(LAYERS[kind](fused=fused), WHOLE, ddp=True, install=False)
     for order in ORDERS.values():
         split = run(LAYERS[kind](fused=fused), order, ddp=True, forward=forward)
-        for name in whole:
-            torch.testing.assert_close(split[name], whole[name], rtol=1e-5, atol=1e-5)
+        for name in full_gradients:
+            torch.testing.assert_close(split[name], full_gradients[name], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", ["linear", "mlp", "grouped"])
 def test_bf16_sums_in_main_grad(kind: str, fused: bool) -> None:
-    whole, split = (
+    full_gradients, split_gradients = (
         run(
             LAYERS[kind](bias=True, dtype=torch.bfloat16, fused=fused), order, True, install=install
         )
         for order, install in ((WHOLE, False), (ORDERS["in order"], True))
     )
-    assert all(torch.equal(split[name], whole[name]) for name in whole)
-    weights = [name for name in split if "weight" in name]
+    assert all(torch.equal(split_gradients[name], full_gradients[name]) for name in full_gradients)
+    weights = [name for name in split_gradients if "weight" in name]
     assert weights
-    assert all(split[name].dtype == torch.float32 for name in weights)
+    assert all(split_gradients[name].dtype == torch.float32 for name in weights)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_job_keeps_the_very_tensors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     state, layer = a_state(), LAYERS[kind]()
     te_layers.install(state, [layer])
-    handed, kept = [], []
-    put = layer.wgrad_store.put
+    handed, tracked = [], []
+    store_job = layer.wgrad_store.put
     monkeypatch.setattr(
         layer.wgrad_store,
         "put",
-        lambda tensors, func: (handed.extend(tensors[:2]), put(tensors, func)),
+        lambda tensors, func: (handed.extend(tensors[:2]), store_job(tensors, func)),
     )
-    monkeypatch.setattr(state, "tracker", SimpleNamespace(add=kept.append), raising=False)
+    monkeypatch.setattr(state, "tracker", SimpleNamespace(add=tracked.append), raising=False)
     with state.jobs.collect(0):
         call(layer, torch.randn(TOKENS, SIZE)).sum().backward()
-    storages = [each.untyped_storage().data_ptr() for each in plain_tensors(handed)]
-    assert [each.untyped_storage().data_ptr() for each in kept] == storages
-    references = [weakref.ref(each) for each in kept]
+    storages = [tensor.untyped_storage().data_ptr() for tensor in plain_tensors(handed)]
+    assert [tensor.untyped_storage().data_ptr() for tensor in tracked] == storages
+    references = [weakref.ref(tensor) for tensor in tracked]
     handed.clear()
-    kept.clear()
+    tracked.clear()
     assert all(reference() is not None for reference in references)  # the job holds them, no copy
     state.jobs.run(0)
     assert [reference for reference in references if reference() is not None] == []
@@ -251,14 +255,14 @@ def test_forward_hears_of_the_first_microbatch_and_backward_does_not(by_name: bo
 @pytest.mark.parametrize("kind", ["linear", "mlp", "grouped"])
 def test_a_layer_that_stays_whole_accumulates_in_any_order(kind: str) -> None:
     """It has no store of ours, as with userbuffers; nor does a layer that CUDA graphs cover."""
-    found = []
+    results = []
     for order in (WHOLE, ORDERS["slices"]):
         layer = LAYERS[kind](bias=False, fused=True)
         layer.ub_bulk_wgrad = True
         assert te_layers.install(a_state(), [layer]) == 0
-        found.append(run(layer, order, ddp=True, install=False))
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=1e-5)
+        results.append(run(layer, order, ddp=True, install=False))
+    for name, gradient in results[0].items():
+        torch.testing.assert_close(results[1][name], gradient, rtol=1e-5, atol=1e-5)
 
 
 class Renamed(fake_te.WeightGradStore):
@@ -375,12 +379,12 @@ def test_a_job_keeps_the_column_wise_data_of_a_group_alone() -> None:
     x, dy, plain = (QuantizedGroup(torch.randn(TOKENS, SIZE)) for _ in range(3))
     plain.columnwise_data = None  # TE's group of numbers that are not quantized has one only
     with state.jobs.collect(0):
-        layer.wgrad_store.put([x, dy, []], lambda *each: (None, [], None))
+        layer.wgrad_store.put([x, dy, []], lambda *tensors: (None, [], None))
     with state.jobs.collect(1):
-        layer.wgrad_store.put([plain, plain, []], lambda *each: (None, [], None))
-    for each in (x, dy):
-        assert each.rowwise_data is each.scale_inv is None
-        assert each.columnwise_data is not None
+        layer.wgrad_store.put([plain, plain, []], lambda *tensors: (None, [], None))
+    for tensor in (x, dy):
+        assert tensor.rowwise_data is tensor.scale_inv is None
+        assert tensor.columnwise_data is not None
     assert plain.rowwise_data is not None
     state.jobs.clear()
 
@@ -399,8 +403,8 @@ class QuantizedTensor(Quantized, Tensor):
 def test_a_job_keeps_the_column_wise_data_of_quantized_tensors_alone(kind: str) -> None:
     state, layer = a_state(), LAYERS[kind](bias=False)
     te_layers.install(state, [layer])
-    kept: list[Tensor] = []
-    state.tracker = SimpleNamespace(add=kept.append)  # type: ignore[assignment]
+    retained: list[Tensor] = []
+    state.tracker = SimpleNamespace(add=retained.append)  # type: ignore[assignment]
     x, dy, shared = torch.randn(TOKENS, SIZE), torch.randn(TOKENS, SIZE), torch.randn(TOKENS, SIZE)
     grouped = kind == "grouped"
 
@@ -417,15 +421,19 @@ def test_a_job_keeps_the_column_wise_data_of_quantized_tensors_alone(kind: str) 
             layer.wgrad_store.put([[Quantized(x)], [Quantized(dy)], targets], gemm)
         else:
             layer.wgrad_store.put([Quantized(x), Quantized(dy)], gemm)
-    assert sum(each.nbytes for each in kept) == x.nbytes + dy.nbytes
+    assert sum(tensor.nbytes for tensor in retained) == x.nbytes + dy.nbytes
     state.jobs.run(0)
     weight = layer.weight0 if grouped else layer.weight_0
     torch.testing.assert_close(weight.grad, dy.t().matmul(x))
-    other = QuantizedTensor(shared)
+    quantized = QuantizedTensor(shared)
     with state.jobs.collect(0):
-        job = [[other], [other], [torch.empty(SIZE, SIZE)] * 3] if grouped else [other, other]
+        job = (
+            [[quantized], [quantized], [torch.empty(SIZE, SIZE)] * 3]
+            if grouped
+            else [quantized, quantized]
+        )
         layer.wgrad_store.put(job, gemm)
-    assert other.rowwise is not None
+    assert quantized.rowwise is not None
     state.jobs.clear()
 
 
@@ -435,30 +443,36 @@ def sequence_parallel(rank: int, mode: str) -> tuple[list[list[float]], int]:
     layer = fake_te.Linear(SIZE, SIZE, bias=False, parallel_mode=mode, group=dist.group.WORLD)
     split = fake_te.Linear(SIZE, SIZE, bias=False, parallel_mode=mode, group=dist.group.WORLD)
     te_layers.install(state, [split])
-    held: list[Tensor] = []
-    state.tracker = SimpleNamespace(add=held.append)  # type: ignore[assignment]
+    retained: list[Tensor] = []
+    state.tracker = SimpleNamespace(add=retained.append)  # type: ignore[assignment]
     gradients = []
-    for each in (layer, split):
+    for linear in (layer, split):
         x = torch.randn(TOKENS, SIZE, generator=torch.Generator().manual_seed(rank))
-        y = each(x.requires_grad_())
-        if each is split:
+        y = linear(x.requires_grad_())
+        if linear is split:
             with state.jobs.collect(0):
                 y.square().sum().backward()
             state.jobs.run(0)
         else:
             y.square().sum().backward()
-        gradients += [each.weight_0.grad, x.grad]
-    return [each.flatten().tolist() for each in gradients], sum(each.numel() for each in held)
+        gradients += [linear.weight_0.grad, x.grad]
+    return [gradient.flatten().tolist() for gradient in gradients], sum(
+        gradient.numel() for gradient in retained
+    )
 
 
-@pytest.mark.parametrize(("mode", "kept"), [("column", 8 * 6 + 16 * 6), ("row", 8 * 6 + 4 * 6)])
-def test_sequence_parallel_keeps_the_part_and_gathers_in_w(mode: str, kept: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "expected_elements"), [("column", 8 * 6 + 16 * 6), ("row", 8 * 6 + 4 * 6)]
+)
+def test_sequence_parallel_keeps_the_part_and_gathers_in_w(
+    mode: str, expected_elements: int
+) -> None:
     results = run_ranks(2, sequence_parallel, mode)
     for (whole_weight, whole_x, split_weight, split_x), _ in results:
         assert split_weight == whole_weight
         assert split_x == whole_x
     # What TE gathers for the product, the input or dy, has twice the rows that are kept.
-    assert {held for _, held in results} == {kept}
+    assert {retained_elements for _, retained_elements in results} == {expected_elements}
 
 
 def over_userbuffers(rank: int, split: bool) -> list[list[float]]:
@@ -490,13 +504,15 @@ def over_userbuffers(rank: int, split: bool) -> list[list[float]]:
         buffer.fill_(torch.nan)  # another layer's exchange
     for microbatch in range(3 * split):
         state.jobs.run(microbatch)
-    grads = [each.weight_0.grad for each in layers] + [each.grad for each in inputs]
-    return [each.flatten().tolist() for each in grads]
+    grads = [tensor.weight_0.grad for tensor in layers] + [tensor.grad for tensor in inputs]
+    return [tensor.flatten().tolist() for tensor in grads]
 
 
 def test_no_job_keeps_a_view_of_a_userbuffer() -> None:
-    whole, split = (run_ranks(2, over_userbuffers, each) for each in (False, True))
-    assert split == whole
+    full_gradients, split_gradients = (
+        run_ranks(2, over_userbuffers, is_split) for is_split in (False, True)
+    )
+    assert split_gradients == full_gradients
 
 
 class OneBuffer(torch.autograd.Function):
@@ -537,7 +553,7 @@ class FusedExperts(nn.Module):
 
 def test_no_job_keeps_a_buffer_of_the_dispatchers() -> None:
     """Zero-copy exchanges bring the gradient of every fused layer of experts in the same memory."""
-    found = []
+    gradients = []
     for split in (False, True):
         state, layers = a_state(), [FusedExperts(), FusedExperts()]
         assert te_layers.install(state, layers) == 4
@@ -550,8 +566,8 @@ def test_no_job_keeps_a_buffer_of_the_dispatchers() -> None:
                 output.square().sum().backward()
         for microbatch in range(2 * split):
             state.jobs.run(microbatch)
-        found.append([each.grad for layer in layers for each in layer.parameters()])
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+        gradients.append([parameter.grad for layer in layers for parameter in layer.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -589,16 +605,18 @@ def two_gathering_layers(rank: int, split: bool) -> tuple[list[list[float]], lis
     y = layers[1](layers[0](x).relu())
     if not split:
         y.square().sum().backward()
-        return [each.weight_0.grad.flatten().tolist() for each in layers], []
+        return [layer.weight_0.grad.flatten().tolist() for layer in layers], []
     with state.jobs.collect(0):
         y.square().sum().backward()
     calls = note_calls(fake_te, "general_gemm")
     state.jobs.run(0)
-    return [each.weight_0.grad.flatten().tolist() for each in layers], calls
+    return [layer.weight_0.grad.flatten().tolist() for layer in layers], calls
 
 
 def test_the_next_gather_of_a_w_runs_under_the_product_before_it() -> None:
-    whole, split = (run_ranks(2, two_gathering_layers, each) for each in (False, True))
-    for (theirs, _), (mine, calls) in zip(whole, split, strict=True):
-        assert mine == theirs
+    full_results, split_results = (
+        run_ranks(2, two_gathering_layers, is_split) for is_split in (False, True)
+    )
+    for (expected, _), (gradients, calls) in zip(full_results, split_results, strict=True):
+        assert gradients == expected
         assert calls == ["gather", "gather", "product", "product"]

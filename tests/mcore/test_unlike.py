@@ -60,11 +60,11 @@ def test_what_was_looked_at_is_given_in_order() -> None:
     assert [ahead.look(number) for number in (0, 2, 1)] == ["a", "c", "b"]
     order = (2, 0, 3, 1)
     placed = InOrder(ahead, order)
-    given = [next(placed) for _ in order]
-    assert given == ["c", "a", "d", "b"]
+    results = [next(placed) for _ in order]
+    assert results == ["c", "a", "d", "b"]
     assert next(ahead) == "e"
-    assert in_data_order(given, order) == ["a", "b", "c", "d"]
-    assert in_data_order(given, None) == given
+    assert in_data_order(results, order) == ["a", "b", "c", "d"]
+    assert in_data_order(results, None) == results
 
 
 PRINTED = Path(__file__).parent / "printed_orders.py"
@@ -84,11 +84,15 @@ def test_repeated_steps_take_the_same_places(farm: Farm, tmp_path: Path) -> None
     once = farm.run(2, *flags, plugin=PRINTED).check()
     twice = farm.run(2, *flags, plugin=PRINTED, given="repeats").check()
     assert len(set(orders_of(once))) == len(orders_of(once)) == 4
-    assert orders_of(twice) == [each for order in orders_of(once) for each in (order, order)]
+    assert orders_of(twice) == [
+        twice_run for order in orders_of(once) for twice_run in (order, order)
+    ]
     for key in ("losses", "evaluations", "grad_norms"):
         assert once.record[key] == twice.record[key]
-    mine, theirs = once.merged("parameters"), twice.merged("parameters")
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    once_parameters, twice_parameters = once.merged("parameters"), twice.merged("parameters")
+    assert all(
+        torch.equal(once_parameters[name], twice_parameters[name]) for name in twice_parameters
+    )
 
 
 def test_a_run_resumed_reads_what_was_not_trained_on(farm: Farm, tmp_path: Path) -> None:
@@ -96,13 +100,13 @@ def test_a_run_resumed_reads_what_was_not_trained_on(farm: Farm, tmp_path: Path)
     file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
     flags = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file), UNTIED)
     flags = (*flags, "--num-workers", "1", "--train-iters", "6", "--ckpt-format", "torch_dist")
-    whole = farm.run(2, *flags, plugin=PRINTED).check()
+    uninterrupted = farm.run(2, *flags, plugin=PRINTED).check()
     saved = ("--save", str(tmp_path), "--save-interval", "4", "--exit-interval", "4")
     first = farm.run(2, *flags, *saved, plugin=PRINTED, given="saves").check()
     second = farm.run(2, *flags, "--load", str(tmp_path), plugin=PRINTED).check()
-    assert first.record["losses"] + second.record["losses"] == whole.record["losses"]
-    found = [orders_of(each) for each in (first, second, whole)]
-    assert found[0] + found[1] == found[2]
+    assert first.record["losses"] + second.record["losses"] == uninterrupted.record["losses"]
+    orders = [orders_of(run) for run in (first, second, uninterrupted)]
+    assert orders[0] + orders[1] == orders[2]
 
 
 def test_long_documents_cost_more_than_many_short_ones() -> None:
@@ -117,41 +121,45 @@ def test_long_documents_cost_more_than_many_short_ones() -> None:
     assert simulate(make("v-half", 2, 3), costs).makespan > 0
 
 
-@pytest.mark.parametrize("given", [None, "kept"])
+@pytest.mark.parametrize("microbatch_order", [None, "kept"])
 def test_gradients_are_equal_to_rounding_and_bitwise_in_the_order_kept(
-    train: Callable[..., Ended], farm: Farm, tmp_path: Path, given: str | None
+    train: Callable[..., Ended], farm: Farm, tmp_path: Path, microbatch_order: str | None
 ) -> None:
     file = tmp_path / "costs.json"
     file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
     planned = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file))
-    theirs = train(2, "--pipeline-schedule", "1f1b", *STEPS, plugin=PLUGIN)
-    kept = () if given is None else ("--pipeline-keep-order",)
-    ours = farm.run(2, *planned, *kept, *STEPS, plugin=PLUGIN).check()
-    assert_equal_training(ours, theirs, loss=1e-5, grad_norm=1e-4, weights=1e-4)
-    if kept:
-        assert losses(ours) == losses(theirs)
-        mine, yours = ours.merged("parameters"), theirs.merged("parameters")
+    megatron_run = train(2, "--pipeline-schedule", "1f1b", *STEPS, plugin=PLUGIN)
+    keep_order = () if microbatch_order is None else ("--pipeline-keep-order",)
+    package_run = farm.run(2, *planned, *keep_order, *STEPS, plugin=PLUGIN).check()
+    assert_equal_training(package_run, megatron_run, loss=1e-5, grad_norm=1e-4, weights=1e-4)
+    if keep_order:
+        assert losses(package_run) == losses(megatron_run)
+        mine, yours = package_run.merged("parameters"), megatron_run.merged("parameters")
         assert all(torch.equal(mine[name], yours[name]) for name in mine)
-    assert ("microbatches reordered" in ours.output[0]) != bool(kept)
+    assert ("microbatches reordered" in package_run.output[0]) != bool(keep_order)
 
 
 def test_log_probabilities_come_back_in_the_callers_order(farm: Farm, tmp_path: Path) -> None:
     """Those of forward passes alone, which run as given, and those of steps that change places."""
     file = tmp_path / "costs.json"
     file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
-    folder, given = tmp_path / "runs", {"reads_logits": "call"}
+    folder, run_options = tmp_path / "runs", {"reads_logits": "call"}
     folder.mkdir()
-    plain = run_library(farm, folder, "verl", None, ranks=2, **given)
+    plain = run_library(farm, folder, "verl", None, ranks=2, **run_options)
     costs = {"costs_file": str(file)}
-    ours = run_library(farm, folder, "verl", "auto", options=costs, ranks=2, **given)
-    same(ours, plain)
-    mine, stock = (next(filter(any, each.seen)) for each in (ours, plain))
-    assert [mine[at] != stock[at] for at in range(3)] == [True, False, True]
+    package_run = run_library(farm, folder, "verl", "auto", options=costs, ranks=2, **run_options)
+    same(package_run, plain)
+    mine, stock = (next(filter(any, run.seen)) for run in (package_run, plain))
+    assert [mine[index] != stock[index] for index in range(3)] == [True, False, True]
     assert [*map(sorted, mine)] == [*map(sorted, stock)]
-    assert list(map(len, ours.made)) == [8, 4, 8]
-    for own, theirs in zip(sum(ours.made, []), sum(plain.made, []), strict=True):
+    assert list(map(len, package_run.made)) == [8, 4, 8]
+    for package_results, megatron_results in zip(
+        sum(package_run.made, []), sum(plain.made, []), strict=True
+    ):
         for name in ("log_probs", "entropy"):
-            torch.testing.assert_close(own[name], theirs[name], rtol=1e-6, atol=2e-6)
+            torch.testing.assert_close(
+                package_results[name], megatron_results[name], rtol=1e-6, atol=2e-6
+            )
 
 
 def test_active_dropout_keeps_the_order(farm: Farm, tmp_path: Path) -> None:
@@ -161,16 +169,16 @@ def test_active_dropout_keeps_the_order(farm: Farm, tmp_path: Path) -> None:
     folder, options = tmp_path / "runs", {"costs_file": str(file)}
     folder.mkdir()
     plain = run_library(farm, folder, "verl", None, ranks=2)
-    ours = run_library(farm, folder, "verl", "auto", options=options, ranks=2, drops_out=1)
-    same(ours, plain)
-    mine, stock = (next(filter(any, each.seen)) for each in (ours, plain))
+    package_run = run_library(farm, folder, "verl", "auto", options=options, ranks=2, drops_out=1)
+    same(package_run, plain)
+    mine, stock = (next(filter(any, run.seen)) for run in (package_run, plain))
     assert mine == stock
 
 
 def test_stored_logits_keep_the_order() -> None:
     """Megatron pairs them with microbatches by the number of calls."""
     stored = ("logits_load_dir", "logits_save_dir", "use_routing_replay", "use_indexer_replay")
-    for name, keeps in (*((each, True) for each in stored), ("other", False)):
+    for name, keeps in (*((option, True) for option in stored), ("other", False)):
         assert _counts_calls(SimpleNamespace(**{name: "somewhere"})) is keeps
     assert not _counts_calls(SimpleNamespace(logits_load_dir=None, use_indexer_replay=False))
 
@@ -202,22 +210,24 @@ OVERLAPPED = {
 }
 
 
-def assert_equal_places(ours: Ended, theirs: Ended) -> None:
+def assert_equal_places(package_run: Ended, megatron_run: Ended) -> None:
     """Compare losses, evaluations, and the parameters of every rank's place to rounding."""
-    assert relative(losses(ours), losses(theirs)) <= 1e-5
-    assert ours.record["evaluations"]
-    for found, expected in zip(
-        ours.record["evaluations"], theirs.record["evaluations"], strict=True
+    assert relative(losses(package_run), losses(megatron_run)) <= 1e-5
+    assert package_run.record["evaluations"]
+    for evaluation, expected in zip(
+        package_run.record["evaluations"], megatron_run.record["evaluations"], strict=True
     ):
-        assert found["lm loss"] == pytest.approx(expected["lm loss"], rel=1e-5)
-    mine, yours = ours.by_place("parameters"), theirs.by_place("parameters")
+        assert evaluation["lm loss"] == pytest.approx(expected["lm loss"], rel=1e-5)
+    mine, yours = package_run.by_place("parameters"), megatron_run.by_place("parameters")
     assert mine.keys() == yours.keys()
     for name in mine:
         torch.testing.assert_close(mine[name], yours[name], rtol=0, atol=1e-4, msg=str(name))
 
 
-@pytest.mark.parametrize("other", OVERLAPPED)
-def test_ranks_of_a_stage_take_the_same_places(farm: Farm, tmp_path: Path, other: str) -> None:
+@pytest.mark.parametrize("parallelism", OVERLAPPED)
+def test_ranks_of_a_stage_take_the_same_places(
+    farm: Farm, tmp_path: Path, parallelism: str
+) -> None:
     """Of a stage all must read the same microbatch, or their sums are of different ones.
 
     One chooses for its context-parallel ranks, where others see other lengths. Replicas, between
@@ -230,15 +240,15 @@ def test_ranks_of_a_stage_take_the_same_places(farm: Farm, tmp_path: Path, other
         *EVALUATED,
         "--pipeline-model-parallel-size",
         "2",
-        *OVERLAPPED[other].split(),
+        *OVERLAPPED[parallelism].split(),
     )
     flags = (*flags, "--train-iters", "4", "--num-workers", "1")
-    theirs = farm.run(4, "--pipeline-schedule", "1f1b", *flags, plugin=PLUGIN).check()
+    megatron_run = farm.run(4, "--pipeline-schedule", "1f1b", *flags, plugin=PLUGIN).check()
     planned = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file))
-    plugin = PARTS if other == "CP" else PLUGIN
-    ours = farm.run(4, *planned, *flags, plugin=plugin).check()
-    assert "microbatches reordered" in ours.output[0]
-    assert_equal_places(ours, theirs)
+    plugin = PARTS if parallelism == "CP" else PLUGIN
+    package_run = farm.run(4, *planned, *flags, plugin=plugin).check()
+    assert "microbatches reordered" in package_run.output[0]
+    assert_equal_places(package_run, megatron_run)
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,8 @@ RUNS = {
 FAST = 4
 
 
-def assert_equal_gradients(ours: Ended, theirs: Ended, rtol: float = 1e-4) -> None:
-    mine, yours = ours.merged("gradients"), theirs.merged("gradients")
+def assert_equal_gradients(package_run: Ended, megatron_run: Ended, rtol: float = 1e-4) -> None:
+    mine, yours = package_run.merged("gradients"), megatron_run.merged("gradients")
     assert mine.keys() == yours.keys()
     for name, expected in yours.items():
         torch.testing.assert_close(mine[name], expected, rtol=rtol, atol=1e-7, msg=name)
@@ -77,12 +77,12 @@ def assert_equal_gradients(ours: Ended, theirs: Ended, rtol: float = 1e-4) -> No
 )
 def test_training_equals_megatrons_1f1b(train: Train, schedule: str, flags: str) -> None:
     common = flags.replace("--pipeline-layer-split auto", "").split()
-    theirs = train(4, "--pipeline-schedule", "1f1b", *STEPS, *common)
-    ours = train(4, "--pipeline-schedule", schedule, SHARED, *STEPS, *flags.split())
-    assert len(losses(ours)) == 3
-    assert ours.record["evaluations"]
-    assert_equal_training(ours, theirs, weights=WEIGHTS)
-    assert_equal_gradients(ours, theirs)
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *STEPS, *common)
+    package_run = train(4, "--pipeline-schedule", schedule, SHARED, *STEPS, *flags.split())
+    assert len(losses(package_run)) == 3
+    assert package_run.record["evaluations"]
+    assert_equal_training(package_run, megatron_run, weights=WEIGHTS)
+    assert_equal_gradients(package_run, megatron_run)
 
 
 def test_every_rank_has_its_rows(train: Train) -> None:
@@ -117,18 +117,18 @@ ALWAYS = 2
 )
 def test_beside_other_parallelism(train: Train, ranks: int, flags: str) -> None:
     common = (*STEPS, *TWO.split(), *flags.split())
-    theirs = train(ranks, "--pipeline-schedule", "1f1b", *common)
-    ours = train(ranks, "--pipeline-schedule", "v-half", SHARED, *common)
-    assert relative(losses(ours), losses(theirs)) <= 1e-6
-    assert relative(ours.record["grad_norms"], theirs.record["grad_norms"]) <= 1e-5
-    for found, expected in zip(
-        ours.record["evaluations"], theirs.record["evaluations"], strict=True
+    megatron_run = train(ranks, "--pipeline-schedule", "1f1b", *common)
+    package_run = train(ranks, "--pipeline-schedule", "v-half", SHARED, *common)
+    assert relative(losses(package_run), losses(megatron_run)) <= 1e-6
+    assert relative(package_run.record["grad_norms"], megatron_run.record["grad_norms"]) <= 1e-5
+    for evaluation, expected in zip(
+        package_run.record["evaluations"], megatron_run.record["evaluations"], strict=True
     ):
-        assert found["lm loss"] == pytest.approx(expected["lm loss"], rel=1e-6)
+        assert evaluation["lm loss"] == pytest.approx(expected["lm loss"], rel=1e-6)
     for key, tolerance in ("gradients", 1e-6), ("parameters", WEIGHTS):
         if key == "gradients" and OVERLAP in flags:
             continue  # each rank has summed up its part alone
-        mine, yours = ours.whole(key), theirs.whole(key)
+        mine, yours = package_run.whole(key), megatron_run.whole(key)
         assert mine.keys() == yours.keys()
         for name, expected in yours.items():
             torch.testing.assert_close(mine[name], expected, rtol=0, atol=tolerance, msg=name)
@@ -141,11 +141,11 @@ def test_beside_other_parallelism(train: Train, ranks: int, flags: str) -> None:
 def test_16_bits(train: Train, precision: str) -> None:
     """As close as tensor parallelism comes to one rank: products and sums round elsewhere."""
     common = (*STEPS, UNTIED, *precision.split())
-    theirs = train(2, "--pipeline-schedule", "1f1b", *common)
-    ours = train(2, "--pipeline-schedule", "v-half", SHARED, *common)
-    assert relative(losses(ours), losses(theirs)) <= 1e-4
-    assert relative(ours.record["grad_norms"], theirs.record["grad_norms"]) <= 1e-2
-    mine, yours = ours.merged("gradients"), theirs.merged("gradients")
+    megatron_run = train(2, "--pipeline-schedule", "1f1b", *common)
+    package_run = train(2, "--pipeline-schedule", "v-half", SHARED, *common)
+    assert relative(losses(package_run), losses(megatron_run)) <= 1e-4
+    assert relative(package_run.record["grad_norms"], megatron_run.record["grad_norms"]) <= 1e-2
+    mine, yours = package_run.merged("gradients"), megatron_run.merged("gradients")
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         error = (mine[name] - yours[name]).norm() / yours[name].norm()
         assert error <= 1e-2, name
@@ -157,9 +157,11 @@ def test_a_schedule_file_shares_as_it_says(train: Train, tmp_path: Path) -> None
     plain = make("1f1b-v", 4, 8)
     stages = Costs.uniform(4, plain.num_stages)
     nothing, head = Piece(0, 0, 0, 0, 0), Piece(1, 1, 1, 0, 0)
-    made = share_vocabulary(plain, shared_costs(stages, nothing, head, 4, 0.1), additional=2.0)
+    shared_schedule = share_vocabulary(
+        plain, shared_costs(stages, nothing, head, 4, 0.1), additional=2.0
+    )
     runs = []
-    for name, schedule, flags in (("shared", made, ()), ("plain", plain, (SHARED,))):
+    for name, schedule, flags in (("shared", shared_schedule, ()), ("plain", plain, (SHARED,))):
         file = tmp_path / f"{name}.json"
         file.write_text(schedule.to_json())
         runs.append(train(4, "--pipeline-schedule", str(file), *STEPS, UNTIED, *flags))
@@ -168,11 +170,11 @@ def test_a_schedule_file_shares_as_it_says(train: Train, tmp_path: Path) -> None
     assert_equal_training(runs[0], runs[1])
 
 
-def swapped(schedule: Schedule, one: Pass, other: Pass) -> Schedule:
+def swapped(schedule: Schedule, first: Pass, second: Pass) -> Schedule:
     """Return the schedule with two passes in each other's place, on every device that has both."""
-    names = {one: other, other: one}
+    names = {first: second, second: first}
     rows = tuple(
-        tuple(names.get(work, work) if {one, other} <= set(row) else work for work in row)
+        tuple(names.get(work, work) if {first, second} <= set(row) else work for work in row)
         for row in schedule.order
     )
     return replace(schedule, order=rows)
@@ -182,14 +184,16 @@ def test_a_file_out_of_turn_is_refused() -> None:
     plain = make("v-half", 2, 4)
     head = Piece(1, 1, 1, 0, 0)
     costs = shared_costs(Costs.uniform(2, 4), Piece(0, 0, 0, 0, 0), head, 2, 0.1)
-    made = share_vocabulary(plain, costs)
-    verify(made)
-    early = swapped(made, Pass(LOGITS, 0, 1), Pass(HEAD_WEIGHT, 0, 0))
+    shared_schedule = share_vocabulary(plain, costs)
+    verify(shared_schedule)
+    early_logits = swapped(shared_schedule, Pass(LOGITS, 0, 1), Pass(HEAD_WEIGHT, 0, 0))
     with pytest.raises(ScheduleError, match=r"T0\.0 runs before S0\.1 on device 0, and must"):
-        verify(early)
-    lacking = tuple(tuple(work for work in row if work.kind != "J") for row in made.order)
+        verify(early_logits)
+    lacking = tuple(
+        tuple(work for work in row if work.kind != "J") for row in shared_schedule.order
+    )
     with pytest.raises(ScheduleError, match="J of microbatch 0 runs no times on device 0"):
-        verify(replace(made, order=lacking))
+        verify(replace(shared_schedule, order=lacking))
 
 
 @pytest.mark.parametrize("flags", [SHARED, "--pipeline-slices 2"])
@@ -229,28 +233,32 @@ def test_a_vocabulary_that_does_not_divide_is_padded(farm: Farm) -> None:
     flags = ("--num-layers", "12", "--global-batch-size", "4", UNTIED)
     ended = farm.run(3, "--pipeline-schedule", "v-half", SHARED, *STEPS, *flags).check()
     assert "pads the vocabulary to a multiple of 192, not of 64" in ended.output[0]
-    assert [len(each["parameters"]["output_layer.weight"]) for each in ended.records] == [64] * 3
+    assert [len(record["parameters"]["output_layer.weight"]) for record in ended.records] == [
+        64
+    ] * 3
 
 
 def joined(run: Learnt) -> Learnt:
     """Return a library's run with the rows put together that ranks share."""
 
-    def whole(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def concatenate_rows(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         by_name: dict[str, list[torch.Tensor]] = {}
         for name in sorted(parts):
             by_name.setdefault(name.partition("@")[0], []).append(parts[name])
         return {name: torch.cat(rows) for name, rows in by_name.items()}
 
-    return run._replace(gradients=whole(run.gradients), parameters=whole(run.parameters))
+    return run._replace(
+        gradients=concatenate_rows(run.gradients), parameters=concatenate_rows(run.parameters)
+    )
 
 
 @pytest.mark.parametrize("shape", ["bridge", pytest.param("areal", marks=pytest.mark.slow)])
 def test_a_library(farm: Farm, tmp_path: Path, shape: str) -> None:
     plain = run_library(farm, tmp_path, shape, None)
     for schedule in ("v-half", "zb-h1"):
-        ours = run_library(farm, tmp_path, shape, schedule, options={"vocab_parallel": True})
-        assert "embedding.word_embeddings.weight@0016" in ours.parameters
-        same(joined(ours), plain)
+        package_run = run_library(farm, tmp_path, shape, schedule, options={"vocab_parallel": True})
+        assert "embedding.word_embeddings.weight@0016" in package_run.parameters
+        same(joined(package_run), plain)
 
 
 VARIABLE = {
@@ -263,14 +271,16 @@ VARIABLE = {
 
 
 @pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
-@pytest.mark.parametrize("given", VARIABLE.values(), ids=VARIABLE)
+@pytest.mark.parametrize("run_options", VARIABLE.values(), ids=VARIABLE)
 def test_variable_length_microbatches_equal_megatron(
-    farm: Farm, tmp_path: Path, given: dict[str, Any], schedule: str
+    farm: Farm, tmp_path: Path, run_options: dict[str, Any], schedule: str
 ) -> None:
-    plain = run_library(farm, tmp_path, "verl", None, ranks=2, **given)
+    plain = run_library(farm, tmp_path, "verl", None, ranks=2, **run_options)
     options = {"vocab_parallel": True}
-    ours = run_library(farm, tmp_path, "verl", schedule, options=options, ranks=2, **given)
-    same(joined(ours), joined(plain))
+    package_run = run_library(
+        farm, tmp_path, "verl", schedule, options=options, ranks=2, **run_options
+    )
+    same(joined(package_run), joined(plain))
 
 
 OF_LOGITS = {
@@ -283,30 +293,36 @@ OF_LOGITS = {
 
 
 @pytest.mark.parametrize(
-    "given",
+    "run_options",
     [
-        pytest.param(given, id=name, marks=[pytest.mark.slow] * bool(number))
-        for number, (name, given) in enumerate(OF_LOGITS.items())
+        pytest.param(run_options, id=name, marks=[pytest.mark.slow] * bool(number))
+        for number, (name, run_options) in enumerate(OF_LOGITS.items())
     ],
 )
-def test_a_librarys_own_loss_of_logits(farm: Farm, tmp_path: Path, given: dict[str, Any]) -> None:
+def test_a_librarys_own_loss_of_logits(
+    farm: Farm, tmp_path: Path, run_options: dict[str, Any]
+) -> None:
     """Log-probabilities, entropy and a policy's loss of them, of microbatches of unlike length."""
-    plain = run_library(farm, tmp_path, "verl", None, **given)
+    plain = run_library(farm, tmp_path, "verl", None, **run_options)
     for schedule in ("v-half", "zb-h1"):
-        ours = run_library(
-            farm, tmp_path, "verl", schedule, options={"vocab_parallel": True}, **given
+        package_run = run_library(
+            farm, tmp_path, "verl", schedule, options={"vocab_parallel": True}, **run_options
         )
-        assert "output_layer.weight" not in ours.parameters  # each rank has rows of it
-        same(joined(ours), joined(plain))
-        assert list(map(len, ours.made)) == [8, 4, 8]
-        for own, theirs in zip(sum(ours.made, []), sum(plain.made, []), strict=True):
+        assert "output_layer.weight" not in package_run.parameters  # each rank has rows of it
+        same(joined(package_run), joined(plain))
+        assert list(map(len, package_run.made)) == [8, 4, 8]
+        for package_results, megatron_results in zip(
+            sum(package_run.made, []), sum(plain.made, []), strict=True
+        ):
             for name in ("log_probs", "entropy", "branched", "tuned"):
-                torch.testing.assert_close(own[name], theirs[name], rtol=1e-6, atol=2e-6)
+                torch.testing.assert_close(
+                    package_results[name], megatron_results[name], rtol=1e-6, atol=2e-6
+                )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("run_options", "message"),
     [
         ({"reads_other_data": 0}, "rank 0 has read another microbatch than the first stage"),
         ({"predicting": 1}, "multi-token prediction learns from labels"),
@@ -314,11 +330,13 @@ def test_a_librarys_own_loss_of_logits(farm: Farm, tmp_path: Path, given: dict[s
     ],
 )
 def test_a_loss_of_logits_that_cannot_be(
-    farm: Farm, tmp_path: Path, given: dict[str, Any], told: str
+    farm: Farm, tmp_path: Path, run_options: dict[str, Any], message: str
 ) -> None:
     options = {"vocab_parallel": True}
-    with pytest.raises(AssertionError, match=told):
-        run_library(farm, tmp_path, "verl", "v-half", options=options, reads_logits="call", **given)
+    with pytest.raises(AssertionError, match=message):
+        run_library(
+            farm, tmp_path, "verl", "v-half", options=options, reads_logits="call", **run_options
+        )
 
 
 def test_extended_ends_without_vocabulary_parallelism(farm: Farm, tmp_path: Path) -> None:
@@ -334,9 +352,11 @@ def test_extended_ends_without_vocabulary_parallelism(farm: Farm, tmp_path: Path
 def test_a_scaled_embedding_is_kept(farm: Farm, tmp_path: Path) -> None:
     extended = run_library(farm, tmp_path, "bridge", None, ranks=2, extends=["scaled"])
     for schedule in ("v-half", "zb-h1"):
-        options, given = {"vocab_parallel": True}, {"extends": ["scaled"]}
-        ours = run_library(farm, tmp_path, "bridge", schedule, options=options, ranks=2, **given)
-        same(joined(ours), extended)
+        options, run_options = {"vocab_parallel": True}, {"extends": ["scaled"]}
+        package_run = run_library(
+            farm, tmp_path, "bridge", schedule, options=options, ranks=2, **run_options
+        )
+        same(joined(package_run), extended)
 
 
 CHANGED = {
@@ -365,8 +385,8 @@ def test_what_a_library_has_changed_at_the_ends_is_rejected(
     options = {"vocab_parallel": True}
     with pytest.raises(AssertionError, match=CHANGED[what]) as failed:
         run_library(farm, tmp_path, "bridge", schedule, options=options, ranks=2, extends=[what])
-    told = str(failed.value)
-    assert [f"rank {rank}: exit code 1" in told for rank in range(2)] == [True] * 2
+    message = str(failed.value)
+    assert [f"rank {rank}: exit code 1" in message for rank in range(2)] == [True] * 2
     if what != "shifted":  # which is found in a step
-        assert told.count(CHANGED[what]) == 1
-        assert "Traceback" not in told
+        assert message.count(CHANGED[what]) == 1
+        assert "Traceback" not in message
