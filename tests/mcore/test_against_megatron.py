@@ -15,9 +15,9 @@ from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 RANKS, MICROBATCHES = 4, 4
 
 
-def asked(
+def baseline_for(
     tmp_path: Path,
-    whole: float,
+    full_factor: float,
     evaluated: int = 0,
     pattern: str | None = None,
     **changed: object,
@@ -27,11 +27,11 @@ def asked(
     With 0 there is no evaluation.
     """
     costs = Costs.uniform(RANKS, 2 * RANKS, 1000, 1100, 900, 50)
-    costs = replace(costs, whole_backward_us=(whole * 2000,) * 2 * RANKS)
+    costs = replace(costs, whole_backward_us=(full_factor * 2000,) * 2 * RANKS)
     path = tmp_path / "costs.json"
     path.write_text(costs.to_json())
-    given = {"schedule": "auto", "timeout_seconds": 60.0, "costs_file": str(path)}
-    options = Options(**(given | {"memory_limit_gib": "interleaved-1f1b:2"} | changed))
+    settings = {"schedule": "auto", "timeout_seconds": 60.0, "costs_file": str(path)}
+    options = Options(**(settings | {"memory_limit_gib": "interleaved-1f1b:2"} | changed))
     args = Namespace(
         pipeline_model_parallel_size=RANKS,
         tensor_model_parallel_size=1,
@@ -53,14 +53,16 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_interleaved_runs_where_splitting_is_dear(tmp_path: Path) -> None:
-    assert asked(tmp_path, 0.55) == BaselineSpec("interleaved-1f1b", 2)
+    assert baseline_for(tmp_path, 0.55) == BaselineSpec("interleaved-1f1b", 2)
 
 
 @pytest.mark.slow
 def test_interleaved_runs_of_a_pattern(tmp_path: Path) -> None:
     """Unless it marks its stages, which says how many there are."""
-    assert asked(tmp_path, 0.55, pattern="*-" * 2 * RANKS) == BaselineSpec("interleaved-1f1b", 2)
-    assert asked(tmp_path, 0.55, pattern="|".join(["*-*-"] * RANKS)) is None
+    assert baseline_for(tmp_path, 0.55, pattern="*-" * 2 * RANKS) == BaselineSpec(
+        "interleaved-1f1b", 2
+    )
+    assert baseline_for(tmp_path, 0.55, pattern="|".join(["*-*-"] * RANKS)) is None
 
 
 def test_megatrons_schedule_marks_the_stages_of_a_pattern() -> None:
@@ -74,11 +76,11 @@ def test_megatrons_schedule_marks_the_stages_of_a_pattern() -> None:
 @pytest.mark.parametrize(("evaluated", "runs"), [(1, False), (6, False), (8, True)])
 def test_interleaved_runs_where_it_can_evaluate(tmp_path: Path, evaluated: int, runs: bool) -> None:
     baseline = BaselineSpec("interleaved-1f1b", 2) if runs else None
-    assert asked(tmp_path, 0.55, evaluated) == baseline
+    assert baseline_for(tmp_path, 0.55, evaluated) == baseline
 
 
 def test_a_plan_runs_where_splitting_costs_nothing(tmp_path: Path) -> None:
-    assert asked(tmp_path, 1.0) is None
+    assert baseline_for(tmp_path, 1.0) is None
 
 
 @pytest.mark.parametrize(
@@ -88,4 +90,4 @@ def test_a_plan_runs_where_splitting_costs_nothing(tmp_path: Path) -> None:
 def test_a_run_that_needs_a_schedule_of_this_package_gets_one(
     tmp_path: Path, changed: dict[str, object]
 ) -> None:
-    assert asked(tmp_path, 0.55, **changed) is None
+    assert baseline_for(tmp_path, 0.55, **changed) is None

@@ -42,21 +42,23 @@ def costs_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("schedule", ["auto", "v-half+"])
 def test_planned_from_costs_trains_like_1f1b(train: Train, schedule: str, costs_file: Path) -> None:
-    theirs = train(4, "--pipeline-schedule", "1f1b", *TWO)
-    ours = train(4, "--pipeline-schedule", schedule, "--pipeline-costs", str(costs_file), *TWO)
-    assert_equal_training(ours, theirs)
-    assert f"pipeline schedule {schedule}, 4 ranks" in ours.output[0]
-    assert "; costs: as given" in ours.output[0]
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *TWO)
+    package_run = train(
+        4, "--pipeline-schedule", schedule, "--pipeline-costs", str(costs_file), *TWO
+    )
+    assert_equal_training(package_run, megatron_run)
+    assert f"pipeline schedule {schedule}, 4 ranks" in package_run.output[0]
+    assert "; costs: as given" in package_run.output[0]
 
 
 @pytest.mark.slow
 def test_costs_of_four_stages_a_rank_train_a_loop_of_four(train: Train, tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(Costs.uniform(2, 8, 1000, 1150, 850, 50).to_json())
-    theirs = train(2, "--pipeline-schedule", "1f1b", *EIGHT)
-    ours = train(2, "--pipeline-schedule", "auto", "--pipeline-costs", str(path), *EIGHT)
-    assert_equal_training(ours, theirs)
-    assert re.search(r"virtual_pipeline_model_parallel_size \.+ 4\n", ours.output[0])
+    megatron_run = train(2, "--pipeline-schedule", "1f1b", *EIGHT)
+    package_run = train(2, "--pipeline-schedule", "auto", "--pipeline-costs", str(path), *EIGHT)
+    assert_equal_training(package_run, megatron_run)
+    assert re.search(r"virtual_pipeline_model_parallel_size \.+ 4\n", package_run.output[0])
 
 
 @pytest.mark.slow
@@ -72,28 +74,28 @@ def test_the_playgrounds_plan_trains_from_its_file(train: Train, tmp_path: Path)
     path = tmp_path / "plan-within-3-chunks-d2-m8.json"
     path.write_bytes(make_answer(parse_request(body), lambda _: None))
     assert load_schedule(path).num_chunks == 4
-    theirs = train(2, "--pipeline-schedule", "1f1b", *EIGHT)
-    ours = train(2, "--pipeline-schedule", str(path), *EIGHT)
-    assert_equal_training(ours, theirs)
-    assert re.search(r"virtual_pipeline_model_parallel_size \.+ 4\n", ours.output[0])
+    megatron_run = train(2, "--pipeline-schedule", "1f1b", *EIGHT)
+    package_run = train(2, "--pipeline-schedule", str(path), *EIGHT)
+    assert_equal_training(package_run, megatron_run)
+    assert re.search(r"virtual_pipeline_model_parallel_size \.+ 4\n", package_run.output[0])
 
 
 def test_profiled_and_planned_anew(train: Train, farm: Farm, tmp_path: Path) -> None:
-    theirs = train(4, "--pipeline-schedule", "1f1b", *SIX)
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *SIX)
     flags = ("--pipeline-profile-iterations", "2:3", "--pipeline-trace", str(tmp_path))
     limit = ("--pipeline-memory-limit", "0.05")
     other_hosts = Path(__file__).parent / "other_hosts.py"
-    ours = farm.run(
+    package_run = farm.run(
         4, "--pipeline-schedule", "auto", *flags, *limit, *SIX, plugin=other_hosts
     ).check()
-    assert_equal_training(ours, theirs)
-    assert "measured costs: v-half step" in ours.output[0]
-    assert "-> auto step" in ours.output[0]
-    assert "predicted for auto, and measured later: passes " in ours.output[0]
-    ratio = re.search(r"\(measured / predicted ([0-9.]+)\)", ours.output[0])
+    assert_equal_training(package_run, megatron_run)
+    assert "measured costs: v-half step" in package_run.output[0]
+    assert "-> auto step" in package_run.output[0]
+    assert "predicted for auto, and measured later: passes " in package_run.output[0]
+    ratio = re.search(r"\(measured / predicted ([0-9.]+)\)", package_run.output[0])
     assert ratio is not None
     assert 0.1 < float(ratio[1]) < 10  # on one clock; the machine may be busy
-    table = ours.output[0].partition("tokens/s; peak activation memory")[2].splitlines()[1:]
+    table = package_run.output[0].partition("tokens/s; peak activation memory")[2].splitlines()[1:]
     assert table[0].split() == ["auto", "predicted", "measured", "ratio"]
     labels = [f"activations of rank {rank}, MiB" for rank in range(4)]
     if processors() >= 4:  # else ranks share cores, and times are not comparable
@@ -103,15 +105,15 @@ def test_profiled_and_planned_anew(train: Train, farm: Farm, tmp_path: Path) -> 
     assert [line[:33].rstrip() for line in rows] == labels
     for line in rows[-4:]:
         assert float(line.split()[-1]) == pytest.approx(1, rel=0.05)
-    assert ours.output[0].count("GiB per rank: parameters, gradients, optimizer") == 1
+    assert package_run.output[0].count("GiB per rank: parameters, gradients, optimizer") == 1
     costs = Costs.load(tmp_path / "costs.json")
     assert costs.num_stages == 8
     assert min(costs.forward_us) > 0
     assert min(costs.held_after_forward_bytes) > 0
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    names = {each["args"]["name"] for each in events if each["name"] == "process_name"}
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {f"{word}, device {d}" for word in ("planned", "measured") for d in range(4)}
-    ran = sum(each["ph"] == "X" for each in events)
+    ran = sum(event["ph"] == "X" for event in events)
     assert ran % 2 == 0
     assert ran >= 2 * 2 * 8 * 8  # both timelines; F and BW at least, 8 stages, 8 microbatches
 
@@ -123,15 +125,19 @@ EVALUATION = "--skip-train --train-iters 2 --eval-iters 2 --eval-interval 1 --gl
 def test_evaluation_alone_needs_no_schedule(
     train: Train, farm: Farm, costs_file: Path, schedule: str
 ) -> None:
-    theirs = train(4, *EVALUATION.split())
+    megatron_run = train(4, *EVALUATION.split())
     flags = ["--pipeline-schedule", schedule]
     if schedule == "auto":  # without an optimizer, there is no static memory in the limit
         flags += ["--pipeline-costs", str(costs_file), "--pipeline-memory-limit", "0.0001"]
-    ours = farm.run(4, *flags, *EVALUATION.split()).check()
-    assert theirs.record["evaluations"]
-    for mine, plain in zip(ours.record["evaluations"], theirs.record["evaluations"], strict=True):
-        assert mine["lm loss"] == pytest.approx(plain["lm loss"], rel=1e-6)
-    assert "estimated bubble" not in ours.output[0]
+    package_run = farm.run(4, *flags, *EVALUATION.split()).check()
+    assert megatron_run.record["evaluations"]
+    for package_evaluation, megatron_evaluation in zip(
+        package_run.record["evaluations"], megatron_run.record["evaluations"], strict=True
+    ):
+        assert package_evaluation["lm loss"] == pytest.approx(
+            megatron_evaluation["lm loss"], rel=1e-6
+        )
+    assert "estimated bubble" not in package_run.output[0]
 
 
 def test_a_limit_that_nothing_fits(farm: Farm, costs_file: Path) -> None:
@@ -146,9 +152,9 @@ def test_a_limit_that_what_is_measured_does_not_fit(farm: Farm) -> None:
     run = farm.run(4, "--pipeline-schedule", "auto", *flags, *SIX)
     assert run.codes == [1] * 4, run.output
     assert not any("Traceback" in text for text in run.output)
-    told = [text.partition("megatron-vshape: ")[2] for text in run.output]
-    assert told[0].startswith("nothing fits --pipeline-memory-limit 0.0001: rank 0: 0.")
-    assert told[1:] == [""] * 3
+    messages = [text.partition("megatron-vshape: ")[2] for text in run.output]
+    assert messages[0].startswith("nothing fits --pipeline-memory-limit 0.0001: rank 0: 0.")
+    assert messages[1:] == [""] * 3
 
 
 def test_costs_of_other_stages(tmp_path: Path) -> None:

@@ -67,18 +67,18 @@ RECOMPUTED = "--recompute-granularity selective --recompute-modules core_attn ml
 EXPERTS = "--num-experts 4 --moe-router-load-balancing-type none"
 
 
-@pytest.mark.parametrize("more", ["", f"{EXPERTS} --moe-layer-freq 2"])
-def test_an_mlp_with_biases_is_not_recomputed(more: str) -> None:
+@pytest.mark.parametrize("flags", ["", f"{EXPERTS} --moe-layer-freq 2"])
+def test_an_mlp_with_biases_is_not_recomputed(flags: str) -> None:
     """With stock Megatron, too, its backward does not end (megatron-core 0.19.2)."""
-    text = rejection(*f"{V_HALF} {RECOMPUTED} {more}".split())
+    text = rejection(*f"{V_HALF} {RECOMPUTED} {flags}".split())
     assert "--recompute-modules mlp with biases" in text
     assert "Set --disable-bias-linear" in text
 
 
-@pytest.mark.parametrize("more", ["--disable-bias-linear", EXPERTS])
-def test_an_mlp_without_biases_is_recomputed(more: str) -> None:
+@pytest.mark.parametrize("flags", ["--disable-bias-linear", EXPERTS])
+def test_an_mlp_without_biases_is_recomputed(flags: str) -> None:
     with pytest.raises(AssertionError, match="nothing is rejected"):
-        rejection(*f"{V_HALF} {RECOMPUTED} {more}".split())
+        rejection(*f"{V_HALF} {RECOMPUTED} {flags}".split())
 
 
 def test_a_schedule_that_the_checks_have_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,14 +247,14 @@ NON_LOSS_DATA = Path(__file__).with_name("non_loss_data.py")
 
 @pytest.mark.parametrize("flags", ["--pipeline-schedule 1f1b", V_HALF, f"{V_HALF} --skip-train"])
 def test_data_that_only_the_last_rank_would_collect(farm: Farm, flags: str) -> None:
-    given = [*flags.split(), *EVALUATES.split()]
+    arguments = [*flags.split(), *EVALUATES.split()]
     functions = ["process_non_loss_data_func"]
-    run = farm.run(2, *given, plugin=NON_LOSS_DATA, given=functions, timeout_s=60)
+    run = farm.run(2, *arguments, plugin=NON_LOSS_DATA, given=functions, timeout_s=60)
     assert run.codes == [1, 1], run.output
     text = run.output[0].partition("megatron-vshape: ")[2]
     assert f"{flags.split()[1]} does not work with process_non_loss_data_func alone" in text
     assert "Give pretrain a non_loss_data_func as well" in text
-    assert not any("Traceback" in each or "lm loss" in each for each in run.output)
+    assert not any("Traceback" in text or "lm loss" in text for text in run.output)
 
 
 def test_data_that_all_ranks_collect(farm: Farm, tmp_path: Path) -> None:

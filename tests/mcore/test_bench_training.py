@@ -26,10 +26,10 @@ def bench() -> ModuleType:
 
 
 def test_predictions_are_found_in_the_log(bench: ModuleType) -> None:
-    before = PredictedStep("v-half", 4, 1.5e6, 1e5, 0.1, (2.0**30, 2.0**29))
-    after = before._replace(name="auto", makespan_us=1.4e6)
-    checked = Checked(after, 1.44e6, 0.09)
-    costs_text = f"{format_costs(before)} -> {format_costs(after)}"
+    v_half_step = PredictedStep("v-half", 4, 1.5e6, 1e5, 0.1, (2.0**30, 2.0**29))
+    auto_step = v_half_step._replace(name="auto", makespan_us=1.4e6)
+    checked = Checked(auto_step, 1.44e6, 0.09)
+    costs_text = f"{format_costs(v_half_step)} -> {format_costs(auto_step)}"
     log = f"W:x:measured costs: {costs_text}, from the next step on\n"
     assert bench.predicted_in(log) is None
     log += f"W:x:{comparison(checked)}, in 4 steps\n"

@@ -20,14 +20,14 @@ PLUGIN = Path(__file__).parent / "changing_counts.py"
 
 
 def run(
-    farm: Farm, folder: Path, schedule: str | None, ranks: int, steps: int, **given: Any
+    farm: Farm, folder: Path, schedule: str | None, ranks: int, steps: int, **settings: Any
 ) -> list[dict[str, Any]]:
     folder = folder / Path(str(schedule)).stem
     folder.mkdir()
     trainer = folder / "trainer.py"  # imported, as a library is
     trainer.write_text("from changing_counts import start")
-    given |= {"schedule": schedule, "directory": str(folder), "steps": steps}
-    farm.run(ranks, plugin=trainer, given=given, timeout_s=3000).check()
+    settings |= {"schedule": schedule, "directory": str(folder), "steps": steps}
+    farm.run(ranks, plugin=trainer, given=settings, timeout_s=3000).check()
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
@@ -44,18 +44,23 @@ def test_losses_are_those_of_1f1b_and_nothing_accumulates(
     farm: Farm, tmp_path: Path, schedule: str, ranks: int, steps: int
 ) -> None:
     plain = run(farm, tmp_path, None, ranks, steps)
-    ours = run(farm, tmp_path, schedule, ranks, steps)
-    assert [each["chunks"] for each in ours] == [2] * ranks
+    package_ranks = run(farm, tmp_path, schedule, ranks, steps)
+    assert [record["chunks"] for record in package_ranks] == [2] * ranks
     assert len(plain[-1]["losses"]) >= steps
-    assert ours[-1]["losses"] == pytest.approx(plain[-1]["losses"], abs=1e-5)
-    assert [each["kept"] for each in ours] == [0] * ranks  # tensors of the data after their step
+    assert package_ranks[-1]["losses"] == pytest.approx(plain[-1]["losses"], abs=1e-5)
+    assert [record["kept"] for record in package_ranks] == [
+        0
+    ] * ranks  # tensors of the data after their step
     # What is left for an inference engine on the same GPUs between steps.
-    left, of_plain = (
+    package_counts, megatron_counts = (
         [sum(ranks) for ranks in zip(*(rank["between"] for rank in runs), strict=True)]
-        for runs in (ours, plain)
+        for runs in (package_ranks, plain)
     )
-    assert all(own <= stock for own, stock in zip(left, of_plain, strict=True)), (left, of_plain)
-    for rank in ours:
+    assert all(
+        package_count <= megatron_count
+        for package_count, megatron_count in zip(package_counts, megatron_counts, strict=True)
+    ), (package_counts, megatron_counts)
+    for rank in package_ranks:
         half, end = rank["used"]
         assert half["groups"] == end["groups"]  # no communicator is made after the first step
         # The last step may leave its last messages, of a few hundred tokens, until the next.
@@ -74,8 +79,8 @@ def test_an_evaluation_may_come_first_with_any_number_of_microbatches(
     plain = run(farm, tmp_path, None, 2, 0, drawn=drawn)
     assert len(plain[-1]["losses"]) == 10
     for schedule in ("dualpipev", str(file)):  # at least 4 microbatches, and 6
-        ours = run(farm, tmp_path, schedule, 2, 0, drawn=drawn)
-        assert ours[-1]["losses"] == pytest.approx(plain[-1]["losses"], abs=1e-5)
+        package_ranks = run(farm, tmp_path, schedule, 2, 0, drawn=drawn)
+        assert package_ranks[-1]["losses"] == pytest.approx(plain[-1]["losses"], abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["1f1b-v", "v-min", "v-half", "v-zb", "v-two-thirds", "zb-h1"])

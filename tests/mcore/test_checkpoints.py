@@ -71,39 +71,51 @@ RUNS = {
 @pytest.fixture(scope="module")
 def save(farm: Farm, tmp_path_factory: pytest.TempPathFactory) -> Save:
     """Return a function that trains and saves under a name of RUNS, once for the module."""
-    done: dict[str, tuple[Path, Ended]] = {}
+    finished: dict[str, tuple[Path, Ended]] = {}
 
     def run(name: str, *flags: str) -> tuple[Path, Ended]:
         key = " ".join([name, *flags])
-        if key not in done:
+        if key not in finished:
             folder = tmp_path_factory.mktemp("saved")
-            ranks, own, stock = RUNS[name]
-            flags = (*own.split(), *FORMAT, "--train-iters", STEPS, *flags)
+            ranks, schedule_flags, stock = RUNS[name]
+            flags = (*schedule_flags.split(), *FORMAT, "--train-iters", STEPS, *flags)
             saved = ("--save", str(folder), "--save-interval", STEPS)
-            done[key] = folder, farm.run(ranks, *flags, *saved, stock=stock).check()
-        return done[key]
+            finished[key] = folder, farm.run(ranks, *flags, *saved, stock=stock).check()
+        return finished[key]
 
     return run
 
 
 def load(farm: Farm, name: str, folder: Path, *flags: str) -> Ended:
     """Return a run that loads and trains no step."""
-    ranks, own, stock = RUNS[name]
-    flags = (*own.split(), *FORMAT, "--train-iters", STEPS, "--load", str(folder), *flags)
+    ranks, schedule_flags, stock = RUNS[name]
+    flags = (
+        *schedule_flags.split(),
+        *FORMAT,
+        "--train-iters",
+        STEPS,
+        "--load",
+        str(folder),
+        *flags,
+    )
     return farm.run(ranks, *flags, stock=stock).check()
 
 
 def assert_same_state(loaded: Ended, saved: Ended) -> None:
     assert loaded.record["losses"] == []  # so that this is what was loaded
     for key in ("parameters", "moments"):
-        mine, theirs = loaded.whole(key), saved.whole(key)
-        assert mine.keys() == theirs.keys()
-        assert theirs
-        assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+        loaded_tensors, saved_tensors = loaded.whole(key), saved.whole(key)
+        assert loaded_tensors.keys() == saved_tensors.keys()
+        assert saved_tensors
+        assert [
+            name
+            for name in saved_tensors
+            if not torch.equal(loaded_tensors[name], saved_tensors[name])
+        ] == []
 
 
 OTHERS = ("hybrid", "MTP", "shared", "untied")
-GPTS = [name for name in RUNS if all(other not in name for other in OTHERS)]
+GPTS = [name for name in RUNS if all(option not in name for option in OTHERS)]
 PAIRS = [
     ("v-half", "stock"),
     ("v-half", "v-half, uneven"),
@@ -156,11 +168,11 @@ def test_what_one_saves_another_loads(farm: Farm, save: Save, first: str, second
 
 def of_hybrid(name: str) -> str:
     """Return the name that a GPT's parameter has in the model of attention and MLP layers."""
-    found = re.match(r"(.*decoder\.layers\.)(\d+)\.(input_layernorm|self_attention)?", name)
-    if found is None:
+    match = re.match(r"(.*decoder\.layers\.)(\d+)\.(input_layernorm|self_attention)?", name)
+    if match is None:
         return name.replace("final_layernorm", "final_norm")
-    layer = 2 * int(found[2]) + (found[3] is None)
-    return f"{found[1]}{layer}{name[found.end(2) :]}"
+    layer = 2 * int(match[2]) + (match[3] is None)
+    return f"{match[1]}{layer}{name[match.end(2) :]}"
 
 
 @needs_hybrid
@@ -173,20 +185,24 @@ def test_a_hybrid_model_loads_a_gpt(farm: Farm, save: Save, split: str | None) -
     loaded = load(farm, "v-half", folder, *flags)
     assert loaded.record["losses"] == []
     for key in ("parameters", "moments"):
-        theirs = {of_hybrid(name): value for name, value in saved.whole(key).items()}
-        mine = loaded.whole(key)
-        assert mine.keys() == theirs.keys()
-        assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+        saved_tensors = {of_hybrid(name): value for name, value in saved.whole(key).items()}
+        loaded_tensors = loaded.whole(key)
+        assert loaded_tensors.keys() == saved_tensors.keys()
+        assert [
+            name
+            for name in saved_tensors
+            if not torch.equal(loaded_tensors[name], saved_tensors[name])
+        ] == []
 
 
 @needs_hybrid
 @pytest.mark.slow
 def test_a_hybrid_model_goes_on_where_a_gpt_ended(farm: Farm, save: Save) -> None:
     folder, _ = save("1f1b", UNTIED)
-    more = ("--train-iters", "4", UNTIED, "--override-opt_param-scheduler")
-    gpt = load(farm, "1f1b", folder, *more)
-    hybrid = load(farm, "v-half", folder, *more, "--hybrid-layer-pattern", "*-" * 8)
-    losses = [[each["lm loss"] for each in run.record["losses"]] for run in (gpt, hybrid)]
+    flags = ("--train-iters", "4", UNTIED, "--override-opt_param-scheduler")
+    gpt = load(farm, "1f1b", folder, *flags)
+    hybrid = load(farm, "v-half", folder, *flags, "--hybrid-layer-pattern", "*-" * 8)
+    losses = [[losses["lm loss"] for losses in run.record["losses"]] for run in (gpt, hybrid)]
     assert len(losses[0]) == 2
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
@@ -204,13 +220,16 @@ SHARDED_RUNS = {
 
 def sharded_state(run: Ended) -> dict[str, torch.Tensor]:
     """Return the optimizer's state with the parts that replicas have put together."""
-    whole: dict[str, dict[int, torch.Tensor]] = {}
+    tensor_parts: dict[str, dict[int, torch.Tensor]] = {}
     for record in run.records:
         for name, part in record["moments"].items():
-            parts, first = whole.setdefault(name, {}), record["rows"].get(name.split()[0], 0)
-            known = parts.setdefault(first, part)
-            parts[first] = torch.where(known.isnan(), part, known)
-    return {name: torch.cat([parts[at] for at in sorted(parts)]) for name, parts in whole.items()}
+            parts, first = tensor_parts.setdefault(name, {}), record["rows"].get(name.split()[0], 0)
+            existing = parts.setdefault(first, part)
+            parts[first] = torch.where(existing.isnan(), part, existing)
+    return {
+        name: torch.cat([parts[row] for row in sorted(parts)])
+        for name, parts in tensor_parts.items()
+    }
 
 
 @pytest.mark.slow
@@ -238,9 +257,9 @@ def test_the_distributed_optimizers_state_goes_along(
     load = (*flags.split(), *common, "--load", str(tmp_path))
     loaded = farm.run(ranks, *load, stock=stock, plugin=plugin).check()
     assert loaded.record["losses"] == []
-    mine, theirs = sharded_state(loaded), sharded_state(saved)
-    assert mine.keys() == theirs.keys()
-    assert {name.split()[-1] for name in theirs} == {"main", "exp_avg", "exp_avg_sq"}
-    for name, expected in theirs.items():
+    loaded_state, saved_state = sharded_state(loaded), sharded_state(saved)
+    assert loaded_state.keys() == saved_state.keys()
+    assert {name.split()[-1] for name in saved_state} == {"main", "exp_avg", "exp_avg_sq"}
+    for name, expected in saved_state.items():
         assert not expected.isnan().any()
-        assert torch.equal(mine[name], expected), name
+        assert torch.equal(loaded_state[name], expected), name

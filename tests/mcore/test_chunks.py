@@ -45,9 +45,9 @@ def test_skipped_iterations_equal_1f1b(train: Train, ranks: int, flags: str) -> 
 
 
 def evaluate_sets(farm: Farm, ranks: int, schedule: str, everywhere: bool) -> Ended:
-    given = {"everywhere": everywhere}
+    settings = {"everywhere": everywhere}
     flags = ("--pipeline-schedule", schedule, *SETS)
-    return farm.run(ranks, *flags, plugin=SETS_PLUGIN, given=given).check()
+    return farm.run(ranks, *flags, plugin=SETS_PLUGIN, given=settings).check()
 
 
 @pytest.fixture(scope="module")

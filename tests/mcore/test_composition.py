@@ -48,15 +48,17 @@ OPTIONS = {
 }
 
 
-def assert_equal(ours: Ended, theirs: Ended, bf16: bool = False) -> None:
+def assert_equal(package_run: Ended, megatron_run: Ended, bf16: bool = False) -> None:
     """Compare losses, grad norms, evaluations, and the parameters of every rank's place."""
-    assert len(losses(ours)) == 2
-    assert relative(losses(ours), losses(theirs)) <= (2e-3 if bf16 else 1e-6)
-    norms = (ours.record["grad_norms"], theirs.record["grad_norms"])
+    assert len(losses(package_run)) == 2
+    assert relative(losses(package_run), losses(megatron_run)) <= (2e-3 if bf16 else 1e-6)
+    norms = (package_run.record["grad_norms"], megatron_run.record["grad_norms"])
     assert relative(*norms) <= (2e-2 if bf16 else 1e-5)
-    for mine, yours in zip(ours.record["evaluations"], theirs.record["evaluations"], strict=True):
+    for mine, yours in zip(
+        package_run.record["evaluations"], megatron_run.record["evaluations"], strict=True
+    ):
         assert mine["lm loss"] == pytest.approx(yours["lm loss"], rel=2e-3 if bf16 else 1e-6)
-    mine, yours = ours.by_place("parameters"), theirs.by_place("parameters")
+    mine, yours = package_run.by_place("parameters"), megatron_run.by_place("parameters")
     assert mine.keys() == yours.keys()
     for name in yours:
         torch.testing.assert_close(
@@ -64,10 +66,10 @@ def assert_equal(ours: Ended, theirs: Ended, bf16: bool = False) -> None:
         )
 
 
-def both(train: Train, ranks: int, schedule: str, *flags: str) -> tuple[Ended, Ended]:
+def train_both(train: Train, ranks: int, schedule: str, *flags: str) -> tuple[Ended, Ended]:
     flags = (*STEPS, "--pipeline-model-parallel-size", "2", *flags)
-    theirs = train(ranks, "--pipeline-schedule", "1f1b", *flags)
-    return train(ranks, "--pipeline-schedule", schedule, *flags), theirs
+    megatron_run = train(ranks, "--pipeline-schedule", "1f1b", *flags)
+    return train(ranks, "--pipeline-schedule", schedule, *flags), megatron_run
 
 
 FAST = "CP, EP"  # tensor parallelism with overlaps: test_hiding; all of it: nightly
@@ -80,7 +82,7 @@ FAST = "CP, EP"  # tensor parallelism with overlaps: test_hiding; all of it: nig
 )
 def test_parallelisms(train: Train, layout: str, schedule: str) -> None:
     ranks, flags = LAYOUTS[layout]
-    assert_equal(*both(train, ranks, schedule, *flags.split()))
+    assert_equal(*train_both(train, ranks, schedule, *flags.split()))
 
 
 @pytest.mark.slow
@@ -88,5 +90,5 @@ def test_parallelisms(train: Train, layout: str, schedule: str) -> None:
 @pytest.mark.parametrize("layout", ["everything", "SP, CP"])
 def test_options_beside_parallelisms(train: Train, layout: str, option: str) -> None:
     ranks, flags = LAYOUTS[layout]
-    runs = both(train, ranks, "v-half", *flags.split(), *OPTIONS[option].split())
+    runs = train_both(train, ranks, "v-half", *flags.split(), *OPTIONS[option].split())
     assert_equal(*runs, bf16=option == "bf16")

@@ -57,15 +57,17 @@ def in_megatron(expression: str) -> object:
 @pytest.mark.usefixtures("mode_off")
 class TestInstalling:
     def test_undoing_restores_every_attribute(self) -> None:
-        before = [dict(vars(owner)) for owner in OWNERS]
+        originals = [dict(vars(owner)) for owner in OWNERS]
         cpu.install()
         during = [dict(vars(owner)) for owner in OWNERS]
         cpu.replaced.undo()
-        for owner, old, new in zip(OWNERS, before, during, strict=True):
+        for owner, original, replacement in zip(OWNERS, originals, during, strict=True):
             now = vars(owner)
-            assert [name for name in new if new[name] is not old.get(name)], owner
-            assert now.keys() == old.keys(), owner
-            assert [name for name in old if now[name] is not old[name]] == [], owner
+            assert [name for name in replacement if replacement[name] is not original.get(name)], (
+                owner
+            )
+            assert now.keys() == original.keys(), owner
+            assert [name for name in original if now[name] is not original[name]] == [], owner
 
     def test_install_twice(self) -> None:
         assert not is_on()
@@ -95,7 +97,7 @@ class TestInstalling:
 class TestRedirecting:
     @pytest.mark.parametrize("device", ["cuda", "cuda:3", 0, torch.device("cuda"), "cpu", None])
     def test_tensors_are_made_on_the_cpu(self, device: object) -> None:
-        made = [
+        tensors = [
             torch.empty(2, device=device),
             torch.zeros(2, device=device, pin_memory=True),
             torch.tensor([1.0, 2.0], device=device),
@@ -104,7 +106,7 @@ class TestRedirecting:
             torch.ones(2).to(device=device),
             torch.nn.Linear(2, 2).cuda().weight,
         ]
-        assert {tensor.device.type for tensor in made} == {"cpu"}
+        assert {tensor.device.type for tensor in tensors} == {"cpu"}
 
     def test_other_conversions_stay_what_they_are(self) -> None:
         ones = torch.ones(2)
@@ -165,12 +167,12 @@ class TestRedirecting:
 
 
 def test_isend_keeps_the_storage_that_the_sender_frees(mode_off: None) -> None:
-    sent: list[torch.Tensor] = []
-    send = cpu._isend_of_an_alias(lambda tensor, dst: sent.append(tensor))
+    sent_tensors: list[torch.Tensor] = []
+    send = cpu._isend_of_an_alias(lambda tensor, dst: sent_tensors.append(tensor))
     output = torch.arange(3)
     send(output, 1)
     output.data = torch.empty(1, dtype=torch.int64)  # what Megatron does right after
-    assert sent[0].tolist() == [0, 1, 2]
+    assert sent_tensors[0].tolist() == [0, 1, 2]
 
 
 @pytest.mark.usefixtures("mode_on")
@@ -187,8 +189,10 @@ class TestGlooGroups:
         number = torch.tensor([3.0])
         group.allreduce([number]).wait()
         assert number.item() == 3.0
-        other = GLOO(dist.HashStore(), 0, 1, timeout=timedelta(seconds=7))
-        assert other.options._devices == group.options._devices  # whose threads wake all the time
+        new_group = GLOO(dist.HashStore(), 0, 1, timeout=timedelta(seconds=7))
+        assert (
+            new_group.options._devices == group.options._devices
+        )  # whose threads wake all the time
 
     def test_take_the_options_that_are_given(self) -> None:
         options = GLOO._Options()
@@ -230,12 +234,14 @@ def train(*flags: object) -> dict[int, tuple[float, float]]:
 @pytest.mark.slow
 def test_megatron_trains_evaluates_saves_and_resumes(tmp_path: Path) -> None:
     saved = tmp_path / "checkpoints"
-    whole = train("--save", saved, "--save-interval", 2, "--tensorboard-dir", tmp_path / "log")
-    assert list(whole) == [1, 2, 3]
-    assert all(math.isfinite(loss) and norm > 0 for loss, norm in whole.values())
-    assert whole[3][0] < whole[1][0]
+    uninterrupted = train(
+        "--save", saved, "--save-interval", 2, "--tensorboard-dir", tmp_path / "log"
+    )
+    assert list(uninterrupted) == [1, 2, 3]
+    assert all(math.isfinite(loss) and norm > 0 for loss, norm in uninterrupted.values())
+    assert uninterrupted[3][0] < uninterrupted[1][0]
     assert any((tmp_path / "log").iterdir())
 
     (saved / "latest_checkpointed_iteration.txt").write_text("2")
     resumed = train("--load", saved)
-    assert resumed == {3: whole[3]}
+    assert resumed == {3: uninterrupted[3]}

@@ -120,18 +120,22 @@ def test_mamba_layers_without_seq_idx_are_rejected() -> None:
 
 
 def test_microbatches_of_one_sequence_may_be_unpacked_on_all_stages() -> None:
-    both, one = frozenset({True, False}), frozenset({False})
-    check_packed([_StageFindings(stage, 0, both) for stage in range(3)])
-    check_packed([_StageFindings(0, 0, both), _StageFindings(1, 0, frozenset())])  # no attention
+    packed_and_unpacked, unpacked = frozenset({True, False}), frozenset({False})
+    check_packed([_StageFindings(stage, 0, packed_and_unpacked) for stage in range(3)])
+    check_packed(
+        [_StageFindings(0, 0, packed_and_unpacked), _StageFindings(1, 0, frozenset())]
+    )  # no attention
     with pytest.raises(UnsupportedError, match="^stages 0, 1 were called without"):
-        check_packed([_StageFindings(0, 0, both), _StageFindings(1, 0, one)])
+        check_packed([_StageFindings(0, 0, packed_and_unpacked), _StageFindings(1, 0, unpacked)])
     with pytest.raises(UnsupportedError, match="^stages 0 were called without"):
-        check_packed([_StageFindings(0, 0, both), _StageFindings(1, 0, frozenset({True}))])
+        check_packed(
+            [_StageFindings(0, 0, packed_and_unpacked), _StageFindings(1, 0, frozenset({True}))]
+        )
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_stages_that_are_called_alike_are_fine(given: bool) -> None:
-    assert run_ranks(2, two_steps, (given, given), False) == [[], []]
+@pytest.mark.parametrize("calls_alike", [True, False])
+def test_stages_that_are_called_alike_are_fine(calls_alike: bool) -> None:
+    assert run_ranks(2, two_steps, (calls_alike, calls_alike), False) == [[], []]
 
 
 def test_a_frozen_embedding_under_full_recompute_is_told_of(farm: Farm) -> None:
@@ -148,6 +152,6 @@ def test_a_frozen_embedding_under_full_recompute_is_told_of(farm: Farm) -> None:
 @pytest.mark.slow
 def test_other_runs_are_not_told_of_it(farm: Farm) -> None:
     for flags, plugin in ((FULL, None), ("--train-iters 2", FROZEN)):
-        given = ("--pipeline-schedule", "v-half", *flags.split(), UNTIED)
-        run = farm.run(2, *given, plugin=plugin).check()
+        flags = ("--pipeline-schedule", "v-half", *flags.split(), UNTIED)
+        run = farm.run(2, *flags, plugin=plugin).check()
         assert not any("get no gradient" in text for text in run.output)

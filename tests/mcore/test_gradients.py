@@ -19,12 +19,12 @@ def test_gradients_equal_one_rank_bitwise(
     # Clipping would scale by a norm that is summed in another order.
     flags = (UNTIED, "--clip-grad", "0", "--train-iters", "2", *precision)
     alone = train(1, *flags)
-    ours = train(4, "--pipeline-schedule", schedule, *flags)
-    mine, theirs = ours.merged("gradients"), alone.merged("gradients")
-    assert mine.keys() == theirs.keys()
-    assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
-    assert all(gradient.abs().sum() > 0 for gradient in theirs.values())
-    assert ours.record["losses"] == alone.record["losses"]
+    package_run = train(4, "--pipeline-schedule", schedule, *flags)
+    actual, expected = package_run.merged("gradients"), alone.merged("gradients")
+    assert actual.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+    assert all(gradient.abs().sum() > 0 for gradient in expected.values())
+    assert package_run.record["losses"] == alone.record["losses"]
 
 
 def saved_gradients(folder: Path, offsets: list[list[int]]) -> dict[str, torch.Tensor]:
@@ -55,11 +55,15 @@ def test_saved_input_gradients_equal_megatron_bitwise(
     for schedule in ("1f1b", "v-half"):
         flags = ("--pipeline-schedule", schedule, *common, str(tmp_path / schedule))
         train(2, *flags, plugin=WITHOUT_TE)
-    ours = saved_gradients(tmp_path / "v-half", [[0, 6], [2, 4]])
-    theirs = saved_gradients(tmp_path / "1f1b", [[0], [4]])
-    assert ours.keys() == theirs.keys()
-    assert len(theirs) > 80
-    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    package_gradients = saved_gradients(tmp_path / "v-half", [[0, 6], [2, 4]])
+    megatron_gradients = saved_gradients(tmp_path / "1f1b", [[0], [4]])
+    assert package_gradients.keys() == megatron_gradients.keys()
+    assert len(megatron_gradients) > 80
+    assert [
+        name
+        for name in megatron_gradients
+        if not torch.equal(package_gradients[name], megatron_gradients[name])
+    ] == []
 
 
 DROPOUT = (UNTIED, *"--hidden-dropout 0.1 --attention-dropout 0.1 --train-iters 2".split())
@@ -83,9 +87,13 @@ def test_recompute_with_dropout_is_bitwise_equal(
     train: Callable[..., Ended], schedule: str, recompute: str
 ) -> None:
     flags = ("--pipeline-schedule", *schedule.split(), *DROPOUT)
-    plain, ours = train(2, *flags), train(2, *flags, *recompute.split())
-    assert ours.record["losses"] == plain.record["losses"]
+    plain, recomputed = train(2, *flags), train(2, *flags, *recompute.split())
+    assert recomputed.record["losses"] == plain.record["losses"]
     for key in ("gradients", "parameters"):
-        mine, theirs = ours.merged(key), plain.merged(key)
-        assert mine.keys() == theirs.keys()
-        assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+        actual, expected = recomputed.merged(key), plain.merged(key)
+        assert actual.keys() == expected.keys()
+        assert [
+            name
+            for name in expected
+            if not torch.equal(actual[name], expected[name])
+        ] == []

@@ -57,7 +57,7 @@ class Trained:
     def __call__(
         self,
         schedule: str,
-        more: str = "",
+        flags_text: str = "",
         *,
         modules: str = "",
         ranks: int = 4,
@@ -65,15 +65,17 @@ class Trained:
         given: str | None = None,
     ) -> tuple[Ended, Ended]:
         """Return a run with graphs of W, and the same without any graphs."""
-        flags = f"--pipeline-schedule {schedule} {TE} {MODEL} {more}".split()
+        flags = f"--pipeline-schedule {schedule} {TE} {MODEL} {flags_text}".split()
         scope = [MODULES, *modules.split()] if modules else []
         without = ("--no-gradient-accumulation-fusion",) if fused else ()
         graphs = [*GRAPHS.split(), *scope]
-        ours = self._farm.run(ranks, *flags, *graphs, plugin=PLUGIN, without=without, given=given)
-        key = schedule, more, ranks, fused
+        package_run = self._farm.run(
+            ranks, *flags, *graphs, plugin=PLUGIN, without=without, given=given
+        )
+        key = schedule, flags_text, ranks, fused
         if key not in self._plain:
             self._plain[key] = self._farm.run(ranks, *flags, without=without).check()
-        return ours, self._plain[key]
+        return package_run, self._plain[key]
 
 
 @pytest.fixture(
@@ -93,7 +95,7 @@ slow = pytest.mark.slow
 
 class TestTraining:
     @pytest.mark.parametrize(
-        ("schedule", "more", "options"),
+        ("schedule", "flags_text", "options"),
         [
             ("v-half", "", {}),
             ("v-half", SHARED_SEQUENCE, {}),
@@ -108,16 +110,16 @@ class TestTraining:
         ],
     )
     def test_replays_make_the_numbers_of_the_passes(
-        self, trained: Trained, schedule: str, more: str, options: dict[str, Any]
+        self, trained: Trained, schedule: str, flags_text: str, options: dict[str, Any]
     ) -> None:
-        ours, plain = trained(schedule, more, **options)
-        assert_same_numbers(ours.check(), plain)
-        assert all(-1.5 in order for order in captured_orders(ours))
-        assert "a CUDA graph replays them with B" not in ours.output[0]
+        package_run, plain = trained(schedule, flags_text, **options)
+        assert_same_numbers(package_run.check(), plain)
+        assert all(-1.5 in order for order in captured_orders(package_run))
+        assert "a CUDA graph replays them with B" not in package_run.output[0]
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
-        ("more", "modules"),
+        ("flags_text", "modules"),
         [
             (EXPERTS, "attn moe_router moe_preprocess"),
             (f"{EXPERTS} --moe-shared-expert-intermediate-size 32", "moe_router moe_preprocess"),
@@ -127,44 +129,59 @@ class TestTraining:
             (RECOMPUTES, ""),
         ],
     )
-    def test_other_models(self, trained: Trained, more: str, modules: str) -> None:
-        ours, plain = trained("v-half", more, modules=modules)
-        assert_same_numbers(ours.check(), plain)
-        assert all(any(each != int(each) for each in order) for order in captured_orders(ours))
+    def test_other_models(self, trained: Trained, flags_text: str, modules: str) -> None:
+        package_run, plain = trained("v-half", flags_text, modules=modules)
+        assert_same_numbers(package_run.check(), plain)
+        assert all(
+            any(signed_chunk != int(signed_chunk) for signed_chunk in order)
+            for order in captured_orders(package_run)
+        )
 
     @pytest.mark.slow
     def test_without_linear_layers_there_is_no_w(self, trained: Trained) -> None:
-        ours, plain = trained("v-half", EXPERTS, modules="moe_router moe_preprocess")
-        assert_same_numbers(ours.check(), plain)
-        assert all(each == int(each) for order in captured_orders(ours) for each in order)
+        package_run, plain = trained("v-half", EXPERTS, modules="moe_router moe_preprocess")
+        assert_same_numbers(package_run.check(), plain)
+        assert all(
+            signed_chunk == int(signed_chunk)
+            for order in captured_orders(package_run)
+            for signed_chunk in order
+        )
 
 
 class TestHazards:
     """What makes other numbers, or ends the run, where the code did not mind it."""
 
     def test_a_w_that_reads_static_tensors_ends_the_run(self, trained: Trained) -> None:
-        ours, _ = trained("v-half", given="static tensors")
-        assert ours.codes != [0] * 4
-        assert any("may be overwritten before W" in text for text in ours.output)
+        package_run, _ = trained("v-half", given="static tensors")
+        assert package_run.codes != [0] * 4
+        assert any("may be overwritten before W" in text for text in package_run.output)
 
     @pytest.mark.slow
     def test_replays_in_another_order_than_captured_end_the_run(self, trained: Trained) -> None:
-        ours, _ = trained("v-half", EIGHT_RANKS, given="last whole", ranks=8, fused=True)
-        assert ours.codes != [0] * 8
-        assert any("CUDA graphs were captured for BW" in text for text in ours.output)
+        package_run, _ = trained("v-half", EIGHT_RANKS, given="last whole", ranks=8, fused=True)
+        assert package_run.codes != [0] * 8
+        assert any("CUDA graphs were captured for BW" in text for text in package_run.output)
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
-        ("more", "options"),
+        ("flags_text", "options"),
         [
             ("", {"given": "static tensors, unnoticed"}),
             (SHARED_SEQUENCE, {"given": "layer by layer"}),
         ],
     )
-    def test_numbers_are_others(self, trained: Trained, more: str, options: dict[str, Any]) -> None:
-        ours, plain = trained("v-half", more, **options)
-        mine, theirs = ours.check().merged("parameters"), plain.merged("parameters")
-        assert any(not torch.equal(mine[name], theirs[name]) for name in theirs)
+    def test_numbers_are_others(
+        self, trained: Trained, flags_text: str, options: dict[str, Any]
+    ) -> None:
+        package_run, plain = trained("v-half", flags_text, **options)
+        package_parameters, plain_parameters = (
+            package_run.check().merged("parameters"),
+            plain.merged("parameters"),
+        )
+        assert any(
+            not torch.equal(package_parameters[name], plain_parameters[name])
+            for name in plain_parameters
+        )
 
 
 def _rows(name: str, ranks: int, microbatches: int) -> list[tuple[int, list[ChunkPass]]]:
@@ -172,7 +189,10 @@ def _rows(name: str, ranks: int, microbatches: int) -> list[tuple[int, list[Chun
     planner = Planner(ScheduleChoice(ranks, name))
     program = planner.plan_step(microbatches).program
     stages = stages_of(planner.choice.placement, ranks)
-    return [(len(own), passes_of(program, rank, own)) for rank, own in enumerate(stages)]
+    return [
+        (len(rank_stages), passes_of(program, rank, rank_stages))
+        for rank, rank_stages in enumerate(stages)
+    ]
 
 
 class TestOrder:
@@ -184,7 +204,7 @@ class TestOrder:
         for chunks, passes in _rows(name, 4, 8):
             split = with_last_split(passes) if splits_last else passes
             order = layer_order(split, [[True, True]] * chunks, 8)
-            place = {each: at for at, each in enumerate(order)}
+            place = {chunk_pass: index for index, chunk_pass in enumerate(order)}
             assert len(place) == len(order) == 3 * 2 * chunks * 8
             for number in range(1, 2 * chunks * 8 + 1):
                 assert place[number] < place[-number] < place[-number - 0.5]
@@ -243,10 +263,10 @@ class TestCapture:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with capture.active(StepState()):
             capture._begin_backward((layer, 0), set(), layer(torch.ones(2)))
-            for at in (1, 0):
-                capture.put(layer[at], GatheringJob(partial(ran.append, at), [], []), [])
-            for at in called:
-                layer[at].backward_dw()
+            for index in (1, 0):
+                capture.put(layer[index], GatheringJob(partial(ran.append, index), [], []), [])
+            for index in called:
+                layer[index].backward_dw()
         assert ran == [1, 0]
         assert not hasattr(layer[0], "backward_dw")
 
@@ -256,15 +276,15 @@ class TestCapture:
         layer = nn.Sequential(_Linear())
         capture = Capture([[layer]], {*layer.modules()}, [])
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        given, made, gradient = torch.ones(2), torch.ones(4), torch.ones(2)
-        job = GatheringJob(lambda *unused: None, [given[:1], made, [gradient]], [None] * 3)
+        static, non_static, gradient = torch.ones(2), torch.ones(4), torch.ones(2)
+        job = GatheringJob(lambda *unused: None, [static[:1], non_static, [gradient]], [None] * 3)
         with capture.active(StepState()):
-            capture._begin_backward((layer, 0), {given.data_ptr()}, gradient)
+            capture._begin_backward((layer, 0), {static.data_ptr()}, gradient)
             capture.put(layer[0], job, [])
-        given.zero_()
+        static.zero_()
         gradient.zero_()
-        assert [each.tolist() for each in (job.tensors[0], *job.tensors[2])] == [[1], [1, 1]]
-        assert job.tensors[1] is made
+        assert [tensor.tolist() for tensor in (job.tensors[0], *job.tensors[2])] == [[1], [1, 1]]
+        assert job.tensors[1] is non_static
         assert capture.copies == 2
         assert capture.peak_retained_bytes == 4 + 16 + 8
 
@@ -278,7 +298,7 @@ class TestCapture:
     def test_a_frozen_layer_has_no_w(self) -> None:
         layer = nn.Sequential(_Linear().requires_grad_(False), _Linear())
         capture = Capture([[layer]], {*layer.modules()}, [])
-        assert [capture.splits(each) for each in layer] == [False, True]
+        assert [capture.splits(linear) for linear in layer] == [False, True]
 
 
 class _Graph:
@@ -324,7 +344,7 @@ UNVERIFIED = "equal gradients have not been verified"
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("graph_settings", "said"),
     [
         ({"transformer_impl": "local"}, "--transformer-impl local: Transformer Engine captures"),
         ({"fp4": "e2m1"}, f"--fp4-format: {UNVERIFIED}"),
@@ -336,8 +356,8 @@ UNVERIFIED = "equal gradients have not been verified"
         ({"num_experts": 8, "cuda_graph_modules": ["attn", "moe"]}, "experts in CUDA graphs"),
     ],
 )
-def test_what_they_do_not_work_with(given: dict[str, object], said: str) -> None:
-    options = SimpleNamespace(**{"cuda_graph_impl": "transformer_engine"} | given)
+def test_what_they_do_not_work_with(graph_settings: dict[str, object], said: str) -> None:
+    options = SimpleNamespace(**{"cuda_graph_impl": "transformer_engine"} | graph_settings)
     with pytest.raises(UnsupportedError, match=f"auto does not work with .*{said}"):
         check_split_graphs(options)
 
@@ -357,7 +377,7 @@ def test_what_they_work_with(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "asked", "splits", "said"),
+    ("graph_settings", "split_graphs", "splits", "said"),
     [
         ({}, "auto", True, ""),
         ({}, "off", False, ""),
@@ -367,12 +387,12 @@ def test_what_they_work_with(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_keeps_them_in_b_is_logged(
     caplog: pytest.LogCaptureFixture,
-    given: dict[str, object],
-    asked: str,
+    graph_settings: dict[str, object],
+    split_graphs: str,
     splits: bool,
     said: str,
 ) -> None:
-    options = SimpleNamespace(**{"cuda_graph_impl": "transformer_engine"} | given)
-    assert _splits_graphs(options, Options(split_graphs=asked)) is splits
+    options = SimpleNamespace(**{"cuda_graph_impl": "transformer_engine"} | graph_settings)
+    assert _splits_graphs(options, Options(split_graphs=split_graphs)) is splits
     assert bool(said) == bool(caplog.text)
     assert said in caplog.text

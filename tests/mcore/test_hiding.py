@@ -28,10 +28,10 @@ def inside(run: Ended) -> list[int]:
     return [text.count("a job ran inside a B") for text in run.output]
 
 
-def assert_same_bits(ours: Ended, theirs: Ended) -> None:
-    assert ours.record["losses"] == theirs.record["losses"]
-    assert ours.record["grad_norms"] == theirs.record["grad_norms"]
-    mine, yours = ours.by_place("parameters"), theirs.by_place("parameters")
+def assert_same_bits(run: Ended, expected_run: Ended) -> None:
+    assert run.record["losses"] == expected_run.record["losses"]
+    assert run.record["grad_norms"] == expected_run.record["grad_norms"]
+    mine, yours = run.by_place("parameters"), expected_run.by_place("parameters")
     assert [name for name in yours if not torch.equal(mine[name], yours[name])] == []
 
 
@@ -39,9 +39,9 @@ def assert_same_bits(ours: Ended, theirs: Ended) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_parameters_are_the_same_bits(farm: Farm, train: Train, layout: str, schedule: str) -> None:
     flags = (*STEPS, "--pipeline-model-parallel-size", "2", *layout.split())
-    ours = ("--pipeline-schedule", schedule, *flags)
-    together = farm.run(4, *ours, plugin=PLUGIN, given=False).check()
-    apart = farm.run(4, *ours, plugin=PLUGIN, given=True).check()
+    package_flags = ("--pipeline-schedule", schedule, *flags)
+    together = farm.run(4, *package_flags, plugin=PLUGIN, given=False).check()
+    apart = farm.run(4, *package_flags, plugin=PLUGIN, given=True).check()
     assert_same_bits(together, apart)
     assert_equal(together, train(4, "--pipeline-schedule", "1f1b", *flags))
     counts = inside(together)
@@ -64,8 +64,8 @@ def test_passes_whose_memory_is_counted_run_apart(counted: bool) -> None:
         state.tracker = SimpleNamespace(ends=lambda work: None)  # type: ignore[assignment]
     with state.jobs.collect((2, 0)):
         defer(lambda: ran.append("job"))
-    beside = {Pass.parse("B1.3"): DeferredWgradOverlap(Pass.parse("W2.0"), 1.0)}
-    step: Any = SimpleNamespace(state=state, beside=beside, hooks=[])
+    overlaps = {Pass.parse("B1.3"): DeferredWgradOverlap(Pass.parse("W2.0"), 1.0)}
+    step: Any = SimpleNamespace(state=state, beside=overlaps, hooks=[])
     stage = MegatronStage(step, 0, 1, is_last=False, has_several_chunks=True)
     stage._backward = lambda *unused: run_beside()  # type: ignore[method-assign]
     stage.backward_inputs(2, None)

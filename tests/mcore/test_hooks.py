@@ -42,31 +42,31 @@ def uninstalled() -> Iterator[None]:
 
 
 def test_every_attribute_is_replaced_and_restored() -> None:
-    before = current()
+    originals = current()
     megatron_vshape.register()
     names = [f"{owner}.{name}" for owner, name in targets()]
-    waiting = {hook.name for hook in registry.HOOKS if hook.only_with_pipeline}
-    for name, old, new in zip(names, before, current(), strict=True):
-        assert (new is not old) == (name.rpartition(".")[2] not in waiting), name
+    schedule_only = {hook.name for hook in registry.HOOKS if hook.only_with_pipeline}
+    for name, old, new in zip(names, originals, current(), strict=True):
+        assert (new is not old) == (name.rpartition(".")[2] not in schedule_only), name
     megatron_vshape.unregister()
-    for name, old, now in zip(names, before, current(), strict=True):
+    for name, old, now in zip(names, originals, current(), strict=True):
         assert now is old, name
 
 
 @pytest.fixture
 def session() -> Iterator[Session]:
     """Return a session whose hooks that a schedule brings wait to be put in place."""
-    made = Session()
+    new_session = Session()
     for hook in registry.HOOKS:
         if hook.only_with_pipeline:
-            registry._install(hook, made, {})
-    yield made
-    made.choose(None, None)
+            registry._install(hook, new_session, {})
+    yield new_session
+    new_session.choose(None, None)
 
 
 def test_what_a_schedule_alone_brings_comes_and_goes_with_it(session: Session) -> None:
     """Without apex Megatron's own schedules are told of no kernels, and layers refuse fusion."""
-    before, chosen = current(), [hook for hook in registry.HOOKS if hook.only_with_pipeline]
+    originals, chosen = current(), [hook for hook in registry.HOOKS if hook.only_with_pipeline]
     assert not layers._grad_accum_fusion_available, "apex is installed here"
     for pipeline in (None, object()):
         session.choose(pipeline, "1f1b" if pipeline is None else None)  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ def test_what_a_schedule_alone_brings_comes_and_goes_with_it(session: Session) -
         )
         assert hasattr(layers, "fused_weight_gradient_mlp_cuda") == (pipeline is not None)
     session.choose(None, None)
-    assert all(a is b for a, b in zip(before, current(), strict=True))
+    assert all(a is b for a, b in zip(originals, current(), strict=True))
 
 
 # These learn what is asked for, or come before that is known; the tests below say what they do.
@@ -92,11 +92,11 @@ def spy(original: Any, calls: list[Any], result: object) -> Any:
     """Return a function with the signature of `original` that keeps its calls."""
 
     @functools.wraps(original)
-    def kept(*args: Any, **options: Any) -> object:
+    def replacement(*args: Any, **options: Any) -> object:
         calls.append((args, options))
         return result
 
-    return kept
+    return replacement
 
 
 @pytest.mark.parametrize("by_name", [False, True], ids=["in place", "by name"])
@@ -112,11 +112,11 @@ def check_passing(hook: registry.Hook, by_name: bool) -> None:
     result = object()
     replacement = hook.replacement(Session(), spy(hook.original(), calls, result))
     args, options = [], {}
-    for each in inspect.signature(hook.original()).parameters.values():
-        if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL):
+    for parameter in inspect.signature(hook.original()).parameters.values():
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
-        if each.kind == each.KEYWORD_ONLY or (by_name and each.name != "self"):
-            options[each.name] = object()
+        if parameter.kind == parameter.KEYWORD_ONLY or (by_name and parameter.name != "self"):
+            options[parameter.name] = object()
         else:
             args.append(object())
     returned = replacement(*args, **options)
@@ -148,38 +148,42 @@ def test_training_without_a_schedule_is_upstreams_alone(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         training, "_print_if_any", lambda line: pytest.fail(str(line)) if line else 0
     )
-    given = [object() for _ in range(3)]
-    assert training.train(Session(), spy(None, calls, result))(*given, a=result) is result
-    assert calls == [(tuple(given), {"a": result})]
+    arguments = [object() for _ in range(3)]
+    assert training.train(Session(), spy(None, calls, result))(*arguments, a=result) is result
+    assert calls == [(tuple(arguments), {"a": result})]
 
 
 def test_the_parser_leaves_no_trace_of_flags_that_are_not_given() -> None:
-    made = training.add_megatron_arguments(Session(), lambda parser: parser)(ArgumentParser())
-    assert vars(made.parse_args([])) == {}
+    parser = training.add_megatron_arguments(Session(), lambda parser: parser)(ArgumentParser())
+    assert vars(parser.parse_args([])) == {}
     session = Session()
-    made = training.add_megatron_arguments(session, lambda parser: parser)(ArgumentParser())
-    assert vars(made.parse_args(["--pipeline-schedule", "v-min"])) == {"pipeline_schedule": "v-min"}
+    parser = training.add_megatron_arguments(session, lambda parser: parser)(ArgumentParser())
+    assert vars(parser.parse_args(["--pipeline-schedule", "v-min"])) == {
+        "pipeline_schedule": "v-min"
+    }
     assert session.names_schedule
 
 
 def everything() -> dict[str, Any]:
     """Return every attribute of every module of Megatron that is loaded, and of its classes."""
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] != "megatron" or module is None:
             continue
         for key, value in list(vars(module).items()):
-            found[f"{name}.{key}"] = value
+            attributes[f"{name}.{key}"] = value
             if isinstance(value, type) and value.__module__ == name:
-                found |= {f"{name}.{key}.{inner}": each for inner, each in vars(value).items()}
-    return found
+                attributes |= {
+                    f"{name}.{key}.{inner}": attribute for inner, attribute in vars(value).items()
+                }
+    return attributes
 
 
-def changes(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+def changes(attributes: dict[str, Any], new_attributes: dict[str, Any]) -> set[str]:
     return {
         name
-        for name in before.keys() | after.keys()
-        if before.get(name, ABSENT) is not after.get(name, ABSENT)
+        for name in attributes.keys() | new_attributes.keys()
+        if attributes.get(name, ABSENT) is not new_attributes.get(name, ABSENT)
     }
 
 
@@ -187,32 +191,32 @@ def test_nothing_else_of_megatron_is_touched() -> None:
     """Not only the attributes that hooks list: all of them, of all modules and classes."""
     megatron_vshape.register()  # imports what there is to import
     megatron_vshape.unregister()
-    before = everything()
+    attributes = everything()
     megatron_vshape.register()
-    changed = changes(before, everything())
+    changed = changes(attributes, everything())
     listed = {hook.target for hook in registry.HOOKS}
     anywhere = {hook.name for hook in registry.HOOKS if hook.everywhere}
     # Where a target is a class's, or a class itself, its inner attributes have its name in front.
     strangers = {
         name
         for name in changed
-        if not any(name.startswith(each) for each in listed)
+        if not any(name.startswith(prefix) for prefix in listed)
         and name.rpartition(".")[2] not in anywhere
     }
     assert len(changed) >= 15
     assert strangers == set()
     megatron_vshape.unregister()
-    assert changes(before, everything()) == set()
+    assert changes(attributes, everything()) == set()
 
 
 def test_installing_twice_is_installing_once() -> None:
-    before = current()
+    originals = current()
     megatron_vshape.register()
     during = current()
     megatron_vshape.register()
     assert all(a is b for a, b in zip(during, current(), strict=True))
     megatron_vshape.unregister()
-    assert all(a is b for a, b in zip(before, current(), strict=True))
+    assert all(a is b for a, b in zip(originals, current(), strict=True))
 
 
 def test_every_hook_says_why() -> None:
@@ -229,7 +233,9 @@ def is_missed(record: registry.Target) -> bool:
     return not record.optional and record.since <= release <= record.until
 
 
-PRESENT = [each.record for each in registry.examine() if each.is_there and each.record.expects]
+PRESENT = [
+    finding.record for finding in registry.examine() if finding.is_there and finding.record.expects
+]
 
 
 @pytest.mark.parametrize("record", PRESENT, ids=lambda record: record.target)
@@ -238,7 +244,7 @@ def test_every_target_that_moves_is_named_with_the_version(
 ) -> None:
     owner, name = record.owner(), record.name
     version = f"megatron-core {megatron.core.__version__}"
-    before = current()
+    originals = current()
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, lambda everything: None)
         with pytest.raises(registry.HookError) as moved:
@@ -248,30 +254,30 @@ def test_every_target_that_moves_is_named_with_the_version(
     with monkeypatch.context() as patch:
         patch.delattr(owner, name)
         if is_missed(record):
-            with pytest.raises(registry.HookError) as gone:
+            with pytest.raises(registry.HookError) as raised:
                 registry.install()
             text = f"{version} has no {record.target}, which this package "
-            assert str(gone.value).startswith(text)
+            assert str(raised.value).startswith(text)
         else:
             registry.install()
             registry.uninstall()
-    assert all(a is b for a, b in zip(before, current(), strict=True))
+    assert all(a is b for a, b in zip(originals, current(), strict=True))
 
 
-SETTING = [each for each in registry.PROBES if each.sets]
+SETTING = [probe for probe in registry.PROBES if probe.sets]
 
 
 @pytest.mark.parametrize("record", SETTING, ids=lambda record: record.target)
 def test_an_attribute_of_ddp_that_moves_is_named_with_the_version(
     record: registry.Dependency, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def constructor(self: Any, *others: Any) -> None:
+    def constructor(self: Any, *arguments: Any) -> None:
         self.ddp_config = self.buckets = self.params = None
 
     monkeypatch.setattr(record.owner(), record.name, constructor)
     with pytest.raises(registry.HookError) as moved:
         registry.install()
-    names = [each for each in record.sets if each not in ("ddp_config", "buckets")]
+    names = [setting for setting in record.sets if setting not in ("ddp_config", "buckets")]
     assert str(moved.value) == (
         f"megatron-core {megatron.core.__version__} is not supported: {record.target} does not "
         f"set {', '.join(names)}, which this package uses"
@@ -281,8 +287,8 @@ def test_an_attribute_of_ddp_that_moves_is_named_with_the_version(
 def test_a_release_that_never_had_a_target_is_not_missing_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (hook,) = [each for each in registry.HOOKS if each.attribute == "train"]
+    (hook,) = [hook for hook in registry.HOOKS if hook.attribute == "train"]
     for since, until in (((0, 90), (0, 91)), ((0, 1), (0, 2))):
-        gone = replace(hook, attribute="train_all", since=since, until=until)
-        monkeypatch.setattr(registry, "HOOKS", (gone,))
-        assert [each.fault for each in registry.examine() if each.fault] == []
+        missing_hook = replace(hook, attribute="train_all", since=since, until=until)
+        monkeypatch.setattr(registry, "HOOKS", (missing_hook,))
+        assert [finding.fault for finding in registry.examine() if finding.fault] == []

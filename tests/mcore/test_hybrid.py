@@ -60,11 +60,15 @@ def test_training_equals_megatrons_1f1b(
 ) -> None:
     model = pattern.replace("|", "")
     ends = () if "--pipeline-layer-split" in flags else flags.split()
-    theirs = train(2, "--pipeline-schedule", "1f1b", "--hybrid-layer-pattern", model, *STEPS, *ends)
-    given = ("--hybrid-layer-pattern", pattern, *STEPS, *flags.split())
-    ours = train(4, "--pipeline-schedule", schedule, *given)
-    assert any("decoder.final_norm" in name for name in ours.merged("parameters"))  # not a GPT
-    assert_equal_training(ours, theirs)
+    megatron_run = train(
+        2, "--pipeline-schedule", "1f1b", "--hybrid-layer-pattern", model, *STEPS, *ends
+    )
+    flags_of_run = ("--hybrid-layer-pattern", pattern, *STEPS, *flags.split())
+    package_run = train(4, "--pipeline-schedule", schedule, *flags_of_run)
+    assert any(
+        "decoder.final_norm" in name for name in package_run.merged("parameters")
+    )  # not a GPT
+    assert_equal_training(package_run, megatron_run)
 
 
 @needs_hybrid
@@ -85,11 +89,11 @@ def test_experts_beside_multi_token_prediction(
 ) -> None:
     flags = f"--hybrid-layer-pattern *-*-*-*E/{predicting} --moe-z-loss-coeff 1e-3 {EXPERTS}"
     # Megatron's own 1F1B crashes with these flags, with or without multi-token prediction.
-    theirs = train(1, *flags.split(), *STEPS)
-    ours = train(2, "--pipeline-schedule", schedule, *flags.split(), *STEPS)
-    assert_equal_training(ours, theirs)
+    megatron_run = train(1, *flags.split(), *STEPS)
+    package_run = train(2, "--pipeline-schedule", schedule, *flags.split(), *STEPS)
+    assert_equal_training(package_run, megatron_run)
     for name in ("load_balancing_loss", "z_loss", "mtp_1 loss"):
-        assert logged(ours, name) == pytest.approx(logged(theirs, name), rel=1e-5)
+        assert logged(package_run, name) == pytest.approx(logged(megatron_run, name), rel=1e-5)
 
 
 def logged(run: Ended, name: str) -> list[float]:
@@ -107,10 +111,12 @@ def test_mamba_layers(farm: Farm) -> None:
         *("--mamba-head-dim", "16", "--mamba-state-dim", "8", "--mamba-num-groups", "2"),
     )
     plugin = Path(__file__).with_name("mamba_on_cpu.py")
-    theirs = farm.run(2, "--pipeline-schedule", "1f1b", *flags, plugin=plugin).check()
-    ours = farm.run(4, "--pipeline-schedule", "v-half", *flags, plugin=plugin).check()
-    assert any("mixer.A_log" in name for record in ours.records for name in record["parameters"])
-    assert_equal_training(ours, theirs)
+    megatron_run = farm.run(2, "--pipeline-schedule", "1f1b", *flags, plugin=plugin).check()
+    package_run = farm.run(4, "--pipeline-schedule", "v-half", *flags, plugin=plugin).check()
+    assert any(
+        "mixer.A_log" in name for record in package_run.records for name in record["parameters"]
+    )
+    assert_equal_training(package_run, megatron_run)
 
 
 def test_a_pattern_is_cut_between_any_two_layers() -> None:
@@ -140,13 +146,13 @@ def test_estimates_equal_those_of_the_gpt(
     """The bubble, the peak and the pass order, of the same model as a GPT and as a pattern."""
     monkeypatch.setattr("megatron_vshape.core.planner.search.default_steps", lambda _: 10_000)
 
-    def plan(given: Namespace, text: str | None) -> PlannedStep:
+    def plan(model_args: Namespace, text: str | None) -> PlannedStep:
         choice = ScheduleChoice(4, name, shards_output_layer=shares)
         ends = SharedEnds() if shares else None
-        found = split_layers(given, choice.placement, text, None, ends=ends)
-        return Planner(replace(choice, estimate=found.estimate)).plan_step(8)
+        layer_split = split_layers(model_args, choice.placement, text, None, ends=ends)
+        return Planner(replace(choice, estimate=layer_split.estimate)).plan_step(8)
 
-    in_symbols = split and ",".join(str(2 * int(each)) for each in split.split(","))
+    in_symbols = split and ",".join(str(2 * int(count)) for count in split.split(","))
     gpt = plan(model(None, num_layers=8, mtp_num_layers=depths), split)
     hybrid = plan(model("*-" * 8 + "/*-" * depths), in_symbols)
     assert hybrid.timeline.bubble == gpt.timeline.bubble
@@ -154,7 +160,7 @@ def test_estimates_equal_those_of_the_gpt(
     assert hybrid.schedule.order == gpt.schedule.order
 
 
-def model(pattern: str | None, **given: object) -> Namespace:
+def model(pattern: str | None, **changed: object) -> Namespace:
     """Return Megatron's arguments of a small model, as far as they say its sizes."""
     sizes: dict[str, object] = {
         "num_layers": None,
@@ -165,15 +171,15 @@ def model(pattern: str | None, **given: object) -> Namespace:
         "seq_length": 64,
         "vocab_size": 1000,
     }
-    return Namespace(**(sizes | given))
+    return Namespace(**(sizes | changed))
 
 
 def test_auto_leaves_multi_token_prediction_a_stage_of_its_own() -> None:
     """The last stage has its layers and output layers alone, as those take longer than a rank."""
-    found = split_layers(model("*-" * 8 + "/*-/*-"), v_shape(4), "auto", None)
-    assert (found.layers[0], found.layers[-1]) == (0, 0)
-    assert found.estimate is not None
-    last, mean = found.estimate.forward_us[-1], sum(found.estimate.forward_us) / 4
+    layer_split = split_layers(model("*-" * 8 + "/*-/*-"), v_shape(4), "auto", None)
+    assert (layer_split.layers[0], layer_split.layers[-1]) == (0, 0)
+    assert layer_split.estimate is not None
+    last, mean = layer_split.estimate.forward_us[-1], sum(layer_split.estimate.forward_us) / 4
     assert last > mean
 
 
@@ -205,7 +211,7 @@ BIG = {
 
 
 @pytest.mark.parametrize(
-    ("placement", "whole", "half"),
+    ("placement", "full_blocks", "half_blocks"),
     [
         (v_shape(4), 1.036, 1.013),
         (v_shape(8), 1.085, 1.039),
@@ -215,19 +221,21 @@ BIG = {
     ],
     ids=["V, PP 4", "V, PP 8", "V, PP 16", "PP 8", "PP 16"],
 )
-def test_auto_cuts_within_blocks(placement: Placement, whole: float, half: float) -> None:
+def test_auto_cuts_within_blocks(
+    placement: Placement, full_blocks: float, half_blocks: float
+) -> None:
     """The busiest rank over the mean of all, with cuts between blocks and between any layers."""
 
-    def busiest(given: Namespace) -> float:
-        costs = split_layers(given, placement, "auto", None).estimate
+    def busiest(model_args: Namespace) -> float:
+        costs = split_layers(model_args, placement, "auto", None).estimate
         assert costs is not None
         work = [0.0] * (max(placement) + 1)
         for stage, rank in enumerate(placement):
             work[rank] += pieces_from_costs(costs)[stage].time_us
         return max(work) * len(work) / sum(work)
 
-    assert busiest(model(None, num_layers=80, **BIG)) == pytest.approx(whole, abs=0.001)
-    assert busiest(model("*-" * 80, **BIG)) <= half
+    assert busiest(model(None, num_layers=80, **BIG)) == pytest.approx(full_blocks, abs=0.001)
+    assert busiest(model("*-" * 80, **BIG)) <= half_blocks
 
 
 @settings(max_examples=30)
@@ -240,8 +248,8 @@ def test_auto_cuts_within_blocks(placement: Placement, whole: float, half: float
 def test_auto_never_makes_a_rank_busier_than_of_the_gpt(
     blocks: int, vocabulary: int, gated: bool, placement: Placement
 ) -> None:
-    def busiest(given: Namespace) -> float:
-        costs = split_layers(given, placement, "auto", None).estimate
+    def busiest(model_args: Namespace) -> float:
+        costs = split_layers(model_args, placement, "auto", None).estimate
         if costs is None:
             return 0.0
         work = [0.0] * (max(placement) + 1)
@@ -265,18 +273,18 @@ def test_auto_never_makes_a_rank_busier_than_of_the_gpt(
     ],
 )
 def test_stages_of_a_pattern_are_regrouped(pattern: str, placement: Placement, layers: str) -> None:
-    given = model(pattern)
-    translated = translate(given, placement)
+    model_args = model(pattern)
+    translated = translate(model_args, placement)
     assert translated.layer_split == layers
-    assert given.hybrid_layer_pattern == pattern.replace("|", "")
+    assert model_args.hybrid_layer_pattern == pattern.replace("|", "")
     (notice,) = translated.notices
     assert str(notice).startswith(f"hybrid_layer_pattern {pattern}: its ")
     assert str(notice).endswith(f"layers per stage {layers}")
 
 
 def test_the_flag_wins_over_the_pattern() -> None:
-    given = model("M|*|-|M")
-    translated = translate(given, v_shape(2), "1,1,1,1")
+    model_args = model("M|*|-|M")
+    translated = translate(model_args, v_shape(2), "1,1,1,1")
     assert translated.layer_split == "1,1,1,1"
     (notice,) = translated.notices
     assert notice.said == "ignored, --pipeline-layer-split defines the layers of each stage"
@@ -291,9 +299,11 @@ def test_the_flag_wins_over_the_pattern() -> None:
     ],
 )
 def test_patterns_that_do_not_fit(pattern: str, split: str | None, said: str) -> None:
-    given = model(pattern)
+    model_args = model(pattern)
     with pytest.raises(ScheduleError) as rejected:
-        split_layers(given, v_shape(2), translate(given, v_shape(2), split).layer_split, None)
+        split_layers(
+            model_args, v_shape(2), translate(model_args, v_shape(2), split).layer_split, None
+        )
     assert said in str(rejected.value)
     assert "\n" not in str(rejected.value)
 

@@ -62,14 +62,14 @@ def test_the_stages_of_a_pattern_that_a_library_gives_its_model(
     stage_map = StageMap((0, 1, 1, 0), (1, 2, 2, 1))
     session.pipeline = cast(Any, SimpleNamespace(stage_map=stage_map))
     select = core_hooks.select_pipeline_segment(session, select_pipeline_segment)
-    found = {}
+    layers_by_offset = {}
     with caplog.at_level(logging.INFO):
         for rank in range(2):
             for chunk in range(2):
                 layers, offset = select("*-*|-*-", SimpleNamespace(rank=lambda r=rank: r), chunk)
-                found[offset] = "".join(layers)
-    assert found == {0: "*", 1: "-*", 3: "-*", 5: "-"}
-    (line,) = [each.getMessage() for each in caplog.records if "stages" in each.getMessage()]
+                layers_by_offset[offset] = "".join(layers)
+    assert layers_by_offset == {0: "*", 1: "-*", 3: "-*", 5: "-"}
+    (line,) = [record.getMessage() for record in caplog.records if "stages" in record.getMessage()]
     assert line == (
         "hybrid_layer_pattern *-*|-*-: its 2 stages as the schedule's 4: layers per stage 1,2,2,1"
     )

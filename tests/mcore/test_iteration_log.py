@@ -34,27 +34,31 @@ def of_tensorboard(folder: Path) -> Scalars:
     # Megatron counts some scalars by step and others by samples; neither is a restart.
     events = accumulator.EventAccumulator(str(folder), purge_orphaned_data=False).Reload()
     return {
-        tag: [(each.step, each.value) for each in events.Scalars(tag)]
+        tag: [(scalar.step, scalar.value) for scalar in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
     }
 
 
 def of_wandb(run: Ended) -> Scalars:
-    found: Scalars = {}
+    scalars: Scalars = {}
     for step, values in run.record["wandb"]:
         for tag, value in values.items():
-            found.setdefault(tag, []).append((step, value))
-    return found
+            scalars.setdefault(tag, []).append((step, value))
+    return scalars
 
 
-def assert_equal_scalars(ours: Scalars, theirs: Scalars) -> None:
-    assert ours.keys() == theirs.keys()
-    assert ours.keys() >= OURS | {"lm loss", "grad-norm", "learning-rate", "throughput"}
-    for tag in ours.keys() - OURS:
-        assert [step for step, _ in ours[tag]] == [step for step, _ in theirs[tag]], tag
+def assert_equal_scalars(package_scalars: Scalars, megatron_scalars: Scalars) -> None:
+    assert package_scalars.keys() == megatron_scalars.keys()
+    assert package_scalars.keys() >= OURS | {"lm loss", "grad-norm", "learning-rate", "throughput"}
+    for tag in package_scalars.keys() - OURS:
+        assert [step for step, _ in package_scalars[tag]] == [
+            step for step, _ in megatron_scalars[tag]
+        ], tag
         if not tag.endswith("-time") and tag not in TIMES:
-            mine = [value for _, value in ours[tag]]
-            assert mine == pytest.approx([value for _, value in theirs[tag]], rel=1e-5), tag
+            mine = [value for _, value in package_scalars[tag]]
+            assert mine == pytest.approx([value for _, value in megatron_scalars[tag]], rel=1e-5), (
+                tag
+            )
 
 
 def test_everything_that_is_logged_is_as_under_1f1b(train: Train, tmp_path: Path) -> None:
@@ -69,7 +73,9 @@ def test_everything_that_is_logged_is_as_under_1f1b(train: Train, tmp_path: Path
         # Megatron's estimate is of its own order; the peaks of ours are told at the end
         assert ("Theoretical memory footprints" in run.output[0]) == (schedule == "1f1b")
         lines = [line for line in run.output[3].splitlines() if "elapsed time per" in line]
-        printed = [float(each) for each in re.findall(r"\| bubble: ([0-9.]+) %", "".join(lines))]
+        printed = [
+            float(percent) for percent in re.findall(r"\| bubble: ([0-9.]+) %", "".join(lines))
+        ]
         written = [100 * value for _, value in boards[-1]["bubble"]]
         assert [step for step, _ in boards[-1]["bubble"]] == [2, 4]  # the logged ones alone
         assert printed == pytest.approx(written, abs=0.051)
@@ -78,10 +84,10 @@ def test_everything_that_is_logged_is_as_under_1f1b(train: Train, tmp_path: Path
         assert [value for _, value in boards[-1]["predicted-bubble"]][-1] == pytest.approx(
             predicted, abs=5e-3
         )
-    theirs, ours = boards
-    assert_equal_scalars(ours, theirs)
-    theirs, ours = wandbs
-    assert_equal_scalars(ours, theirs)
+    megatron_scalars, package_scalars = boards
+    assert_equal_scalars(package_scalars, megatron_scalars)
+    megatron_scalars, package_scalars = wandbs
+    assert_equal_scalars(package_scalars, megatron_scalars)
 
 
 def test_the_passes_of_other_steps_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,15 +217,15 @@ def test_names_have_ranges_of_releases() -> None:
 
 def test_choices_of_arguments_are_reviewed() -> None:
     table = judgements()
-    found = {
+    choices_by_argument = {
         name: {str(getattr(choice, "name", choice)) for choice in action.choices}
         for name, action in actions().items()
         if action.choices is not None
         and table[name].judgement not in WITHOUT_EFFECT
         and name != "exit_signal"  # signals of the operating system
     }
-    assert found.keys() - CHOICES.keys() == set()
-    for name, choices in found.items():
+    assert choices_by_argument.keys() - CHOICES.keys() == set()
+    for name, choices in choices_by_argument.items():
         assert_reviewed(choices, CHOICES[name])
 
 
@@ -262,8 +262,8 @@ def layer_symbols() -> set[str]:
     return {symbols.PIPE, symbols.MTP_SEPARATOR, *symbols.VALID_LAYERS}
 
 
-def members(module: Any, name: str, before: str = "") -> set[str]:
-    kind: type[enum.Enum] = getattr(module, name, None) or getattr(module, before)
+def members(module: Any, name: str, former_name: str = "") -> set[str]:
+    kind: type[enum.Enum] = getattr(module, name, None) or getattr(module, former_name)
     return {member.name for member in kind}
 
 

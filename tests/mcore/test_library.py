@@ -45,8 +45,8 @@ class Learnt(NamedTuple):
     chunks: int
     first: dict[str, Any]  # all that the first rank has kept
     read: list[dict[str, Any]]  # of every rank: of every step, what it reads in each known way
-    made: list[Any]  # what the last rank has made of logits, of every step
-    seen: list[Any]  # of every rank: of every step, the lengths as its first stage is given them
+    logit_results: list[Any]  # by step: the results that the last rank computes from logits
+    received_lengths: list[Any]  # by rank and step: the lengths that the first stage receives
 
 
 def learnt(folder: Path, ranks: int = RANKS) -> Learnt:
@@ -63,12 +63,12 @@ def learnt(folder: Path, ranks: int = RANKS) -> Learnt:
         chunks=records[0]["chunks"],
         first=records[0],
         read=[record.get("read", {}) for record in records],
-        made=records[-1].get("made", []),
-        seen=[record.get("seen", []) for record in records],
+        logit_results=records[-1].get("made", []),
+        received_lengths=[record.get("seen", []) for record in records],
     )
 
 
-def same(package_run: Learnt, megatron_run: Learnt) -> None:
+def assert_equal_results(package_run: Learnt, megatron_run: Learnt) -> None:
     assert len(package_run.losses) == len(megatron_run.losses)
     for package_losses, megatron_losses in zip(
         package_run.losses, megatron_run.losses, strict=True
@@ -88,7 +88,7 @@ DONE: dict[str, Learnt] = {}
 """Runs without this package's schedules, which several tests compare with."""
 
 
-def run(
+def run_library(
     farm: Farm,
     folder: Path,
     shape: str,
@@ -124,12 +124,12 @@ CHUNKS = {"v-half": 2, "v-zb": 2, "zb-h1": 1}
 def test_all_is_as_under_the_librarys_own_1f1b(
     farm: Farm, tmp_path: Path, shape: str, schedule: str
 ) -> None:
-    plain = run(farm, tmp_path, shape, None)
+    plain = run_library(farm, tmp_path, shape, None)
     assert plain.chunks == 1
     assert len(plain.losses) == 3  # one rank reads them
-    package_run = run(farm, tmp_path, shape, schedule)
+    package_run = run_library(farm, tmp_path, shape, schedule)
     assert package_run.chunks == CHUNKS[schedule]
-    same(package_run, plain)
+    assert_equal_results(package_run, plain)
 
 
 COUNTS = ((4, 4, 4, 5, 3, 4), (4, 3, 3, 6, 4, 3))
@@ -142,9 +142,9 @@ def test_losses_equal_megatron_with_unequal_microbatches_of_replicas(
     farm: Farm, tmp_path: Path, schedule: str, overlaps: bool
 ) -> None:
     options = {"pipeline": 2, "counts": COUNTS, "distributed_optimizer": overlaps}
-    plain = run(farm, tmp_path, "verl", None, **options)
+    plain = run_library(farm, tmp_path, "verl", None, **options)
     assert sorted(map(len, plain.losses)) == sorted(sum(COUNTS, ()))
-    same(run(farm, tmp_path, "verl", schedule, **options), plain)
+    assert_equal_results(run_library(farm, tmp_path, "verl", schedule, **options), plain)
 
 
 @pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
@@ -152,8 +152,8 @@ def test_results_are_where_any_library_looks_for_them(
     farm: Farm, tmp_path: Path, schedule: str
 ) -> None:
     """On the ranks of two replicas, each in turn in all ways that `callers` lists."""
-    plain = run(farm, tmp_path, "any", None, pipeline=2)
-    package_run = run(farm, tmp_path, "any", schedule, pipeline=2)
+    plain = run_library(farm, tmp_path, "any", None, pipeline=2)
+    package_run = run_library(farm, tmp_path, "any", schedule, pipeline=2)
     for rank, (package_results, megatron_results) in enumerate(
         zip(package_run.read, plain.read, strict=True)
     ):
@@ -172,8 +172,10 @@ def test_an_embedding_that_the_library_replaces_stays_tied(
     farm: Farm, tmp_path: Path, schedule: str
 ) -> None:
     """It looks for one in every chunk, and ties anew: in a V the last has that of the first."""
-    plain = run(farm, tmp_path, "areal", None, ranks=2, extends=["replaced"])
-    same(run(farm, tmp_path, "areal", schedule, ranks=2, extends=["replaced"]), plain)
+    plain = run_library(farm, tmp_path, "areal", None, ranks=2, extends=["replaced"])
+    assert_equal_results(
+        run_library(farm, tmp_path, "areal", schedule, ranks=2, extends=["replaced"]), plain
+    )
 
 
 def test_the_first_failure_is_told_by_those_whose_connection_it_ends(
@@ -181,7 +183,7 @@ def test_the_first_failure_is_told_by_those_whose_connection_it_ends(
 ) -> None:
     """Outside of all passes, on the rank that the others wait for in the next step."""
     with pytest.raises(AssertionError) as failed:
-        run(farm, tmp_path, "verl", "v-half", fails=RANKS - 1)
+        run_library(farm, tmp_path, "verl", "v-half", fails=RANKS - 1)
     text = str(failed.value)
     assert "rank 3: KeyError: 'metrics'\n" in text
     message = r"rank \d \(device \d\): .*connection failed: .*; before, rank 3: KeyError"
@@ -191,8 +193,8 @@ def test_the_first_failure_is_told_by_those_whose_connection_it_ends(
 @pytest.mark.parametrize("how", ["bare", pytest.param("repeated", marks=pytest.mark.slow)])
 def test_one_data_iterator_serves_all_chunks(farm: Farm, tmp_path: Path, how: str) -> None:
     """The same microbatches for each, though one takes out of a batch what the other needs."""
-    plain = run(farm, tmp_path, "verl", None)
-    same(run(farm, tmp_path, "verl", "v-half", iterators=how), plain)
+    plain = run_library(farm, tmp_path, "verl", None)
+    assert_equal_results(run_library(farm, tmp_path, "verl", "v-half", iterators=how), plain)
 
 
 def test_a_shared_microbatch_is_kept_until_the_last_chunk_has_read_it() -> None:
@@ -223,11 +225,11 @@ SLIME = (
 @pytest.mark.parametrize("parsing", ["flags", "apart"])
 def test_a_library_with_megatrons_parser(farm: Farm, tmp_path: Path, parsing: str) -> None:
     """By flags in one process, and by `register` where another one validates the arguments."""
-    plain = run(farm, tmp_path, "slime", None, SLIME, apart=False)
+    plain = run_library(farm, tmp_path, "slime", None, SLIME, apart=False)
     flags, options = ["--pipeline-schedule", "v-half"], {}
     if parsing == "apart":
         flags, options = [], {"schedule": "v-half"}
-    package_run = run(
+    package_run = run_library(
         farm,
         tmp_path,
         "slime",
@@ -237,7 +239,7 @@ def test_a_library_with_megatrons_parser(farm: Farm, tmp_path: Path, parsing: st
         apart=parsing == "apart",
     )
     assert (plain.chunks, package_run.chunks) == (1, 2)
-    same(package_run, plain)
+    assert_equal_results(package_run, plain)
 
 
 def test_a_schedule_that_only_another_process_has_seen_is_refused(
@@ -245,28 +247,28 @@ def test_a_schedule_that_only_another_process_has_seen_is_refused(
 ) -> None:
     flags = [*SLIME, "--pipeline-schedule", "v-half"]
     with pytest.raises(AssertionError, match="v-half came with arguments that Megatron does not"):
-        run(farm, tmp_path, "slime", "v-half", flags, apart=True)
+        run_library(farm, tmp_path, "slime", "v-half", flags, apart=True)
 
 
 @needs_hybrid
 @pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
 def test_a_hybrid_model(farm: Farm, tmp_path: Path, schedule: str) -> None:
     """The constructor alone is told the pattern; stages that it marks are its library's own."""
-    plain = run(farm, tmp_path, "areal", None, pattern="M-|*-|M*|-*")
-    package_run = run(farm, tmp_path, "areal", schedule, pattern="M-*-M*-*")
-    same(package_run, plain)
-    marked = run(farm, tmp_path, "areal", schedule, pattern="M-|*-|M*|-*")
-    same(marked, plain)
+    plain = run_library(farm, tmp_path, "areal", None, pattern="M-|*-|M*|-*")
+    package_run = run_library(farm, tmp_path, "areal", schedule, pattern="M-*-M*-*")
+    assert_equal_results(package_run, plain)
+    marked = run_library(farm, tmp_path, "areal", schedule, pattern="M-|*-|M*|-*")
+    assert_equal_results(marked, plain)
 
 
 @pytest.mark.slow
 @needs_hybrid
 def test_a_provider_of_hybrid_models_that_knows_of_no_chunks(farm: Farm, tmp_path: Path) -> None:
-    plain = run(farm, tmp_path, "bridge", None, pattern="M-|*-|M*|-*")
+    plain = run_library(farm, tmp_path, "bridge", None, pattern="M-|*-|M*|-*")
     for schedule, chunks in (("v-half", 2), ("zb-h1", 1)):
-        package_run = run(farm, tmp_path, "bridge", schedule, pattern="M-*-M*-*")
+        package_run = run_library(farm, tmp_path, "bridge", schedule, pattern="M-*-M*-*")
         assert package_run.chunks == chunks
-        same(package_run, plain)
+        assert_equal_results(package_run, plain)
 
 
 @pytest.mark.parametrize(("schedule", "steps_ahead"), [("v-half", True), ("zb-h1", False)])
@@ -275,16 +277,16 @@ def test_the_first_chunk_is_stepped_first_where_there_are_several(
 ) -> None:
     """On replicas; with one chunk per rank there is nothing to step first, and it is turned off."""
     sharded = {"pipeline": 2, "distributed_optimizer": True}
-    package_run = run(farm, tmp_path, "bridge", schedule, **sharded, steps_ahead=True)
+    package_run = run_library(farm, tmp_path, "bridge", schedule, **sharded, steps_ahead=True)
     assert package_run.first["stepped_ahead"] is steps_ahead
-    same(package_run, run(farm, tmp_path, "bridge", None, **sharded))
+    assert_equal_results(package_run, run_library(farm, tmp_path, "bridge", None, **sharded))
 
 
 @pytest.mark.parametrize("schedule", ["dualpipev", "v-half"])
 def test_experts_exchanges_beside_other_passes(farm: Farm, tmp_path: Path, schedule: str) -> None:
     """The library sets Megatron's option in its config; its own 1F1B cannot have it."""
-    plain = run(farm, tmp_path, "bridge", None, pipeline=2, beside=False)
-    package_run = run(farm, tmp_path, "bridge", schedule, pipeline=2, beside=True)
+    plain = run_library(farm, tmp_path, "bridge", None, pipeline=2, beside=False)
+    package_run = run_library(farm, tmp_path, "bridge", schedule, pipeline=2, beside=True)
     assert package_run.chunks == 2
     for package_losses, megatron_losses in zip(package_run.losses, plain.losses, strict=True):
         assert package_losses == pytest.approx(megatron_losses, rel=2e-3)
@@ -303,7 +305,7 @@ def test_experts_exchanges_beside_other_passes(farm: Farm, tmp_path: Path, sched
 def test_megatron_core_without_a_trainer(farm: Farm, tmp_path: Path) -> None:
     """In processes of their own, where megatron.training cannot be imported."""
     ranks = 2
-    plain = run(farm, tmp_path, "bridge", None, ranks=ranks)
+    plain = run_library(farm, tmp_path, "bridge", None, ranks=ranks)
     folder = tmp_path / "alone"
     folder.mkdir()
     port = str(random.SystemRandom().randrange(10_000, 32_000))
@@ -320,28 +322,28 @@ def test_megatron_core_without_a_trainer(farm: Farm, tmp_path: Path) -> None:
     assert "flags name a schedule (No module named 'megatron.training')" in ended.stdout
     package_run = learnt(folder, ranks)
     assert package_run.chunks == 2
-    same(package_run, plain)
+    assert_equal_results(package_run, plain)
 
 
 @pytest.mark.slow
 def test_a_loop_of_megatrons_rl_with_one_chunk(farm: Farm, tmp_path: Path) -> None:
-    plain = run(farm, tmp_path, "rl", None)
+    plain = run_library(farm, tmp_path, "rl", None)
     assert len({tuple(losses) for losses in plain.losses}) == 3  # the weights move
     for schedule in ("zb-h1", "gpipe"):
-        package_run = run(farm, tmp_path, "rl", schedule)
+        package_run = run_library(farm, tmp_path, "rl", schedule)
         assert package_run.chunks == 1
-        same(package_run, plain)
+        assert_equal_results(package_run, plain)
 
 
 @pytest.mark.slow
 def test_a_schedule_file_and_a_layer_split(farm: Farm, tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(make("v-half", RANKS, 8).to_json())
-    plain = run(farm, tmp_path, "bridge", None)
+    plain = run_library(farm, tmp_path, "bridge", None)
     options = {"layer_split": "0,1,1,2,1,1,2,0"}
-    package_run = run(farm, tmp_path, "bridge", str(file), options=options)
+    package_run = run_library(farm, tmp_path, "bridge", str(file), options=options)
     assert package_run.chunks == 2
-    same(package_run, plain)
+    assert_equal_results(package_run, plain)
 
 
 @pytest.mark.parametrize(
@@ -391,7 +393,9 @@ def test_a_limit_leaves_room_for_what_the_rank_holds_besides(farm: Farm, tmp_pat
     costs.write_text(Costs.uniform(RANKS, 2 * RANKS, 100, 120, 90, 5).to_json())
     options = {"costs_file": str(costs), "memory_limit_gib": 1e-9}
     with pytest.raises(AssertionError, match="nothing fits memory_limit_gib=1e-09: rank 0"):
-        run(farm, tmp_path, "areal", "auto", options=options)
-    package_run = run(farm, tmp_path, "bridge", "auto", options=options | {"memory_limit_gib": 8.0})
+        run_library(farm, tmp_path, "areal", "auto", options=options)
+    package_run = run_library(
+        farm, tmp_path, "bridge", "auto", options=options | {"memory_limit_gib": 8.0}
+    )
     assert package_run.chunks == 2
     assert len(package_run.losses) == 3

@@ -22,10 +22,9 @@ from mcore.test_composition import (
     assert_equal,
 )
 from mcore.test_iteration_log import of_wandb
-from mcore.test_library import run as run_library
-from mcore.test_library import same
+from mcore.test_library import assert_equal_results, run_library
 from mcore.test_training import all_forwards_first, assert_equal_training, losses, relative
-from mcore.test_vocabulary import WEIGHTS, joined
+from mcore.test_vocabulary import WEIGHTS, join_rows
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -305,10 +304,10 @@ def test_a_library(farm: Farm, tmp_path: Path, schedule: str) -> None:
     plain = run_library(farm, tmp_path, "bridge", None, predicting=2)
     package_run = run_library(farm, tmp_path, "bridge", schedule, predicting=2)
     assert any(name.startswith("mtp.layers.1.") for name in package_run.gradients)
-    same(package_run, plain)
+    assert_equal_results(package_run, plain)
     options = {"vocab_parallel": True}
-    same(
-        joined(run_library(farm, tmp_path, "bridge", schedule, options=options, predicting=2)),
+    assert_equal_results(
+        join_rows(run_library(farm, tmp_path, "bridge", schedule, options=options, predicting=2)),
         plain,
     )
 

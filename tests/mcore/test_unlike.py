@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from mcore.farm import Ended, Farm
-from mcore.test_library import run as run_library
-from mcore.test_library import same
+from mcore.test_library import assert_equal_results, run_library
 from mcore.test_training import UNTIED, assert_equal_training, losses, relative
 
 from megatron_vshape.core.check.simulate import simulate
@@ -148,13 +147,13 @@ def test_log_probabilities_come_back_in_the_callers_order(farm: Farm, tmp_path: 
     plain = run_library(farm, folder, "verl", None, ranks=2, **run_options)
     costs = {"costs_file": str(file)}
     package_run = run_library(farm, folder, "verl", "auto", options=costs, ranks=2, **run_options)
-    same(package_run, plain)
-    mine, stock = (next(filter(any, run.seen)) for run in (package_run, plain))
+    assert_equal_results(package_run, plain)
+    mine, stock = (next(filter(any, run.received_lengths)) for run in (package_run, plain))
     assert [mine[index] != stock[index] for index in range(3)] == [True, False, True]
     assert [*map(sorted, mine)] == [*map(sorted, stock)]
-    assert list(map(len, package_run.made)) == [8, 4, 8]
+    assert list(map(len, package_run.logit_results)) == [8, 4, 8]
     for package_results, megatron_results in zip(
-        sum(package_run.made, []), sum(plain.made, []), strict=True
+        sum(package_run.logit_results, []), sum(plain.logit_results, []), strict=True
     ):
         for name in ("log_probs", "entropy"):
             torch.testing.assert_close(
@@ -170,8 +169,8 @@ def test_active_dropout_keeps_the_order(farm: Farm, tmp_path: Path) -> None:
     folder.mkdir()
     plain = run_library(farm, folder, "verl", None, ranks=2)
     package_run = run_library(farm, folder, "verl", "auto", options=options, ranks=2, drops_out=1)
-    same(package_run, plain)
-    mine, stock = (next(filter(any, run.seen)) for run in (package_run, plain))
+    assert_equal_results(package_run, plain)
+    mine, stock = (next(filter(any, run.received_lengths)) for run in (package_run, plain))
     assert mine == stock
 
 

@@ -12,8 +12,7 @@ from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
 from mcore.other_trainer import DeferredConfig
 from mcore.test_composition import CONTEXT, EXPERT_PARALLEL, OVERLAP, SEQUENCE, TENSOR
-from mcore.test_library import Learnt, same
-from mcore.test_library import run as run_library
+from mcore.test_library import Learnt, assert_equal_results, run_library
 from mcore.test_training import assert_equal_training, losses, relative
 from shared_costs import shared_costs
 
@@ -238,7 +237,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded(farm: Farm) -> None:
     ] * 3
 
 
-def joined(run: Learnt) -> Learnt:
+def join_rows(run: Learnt) -> Learnt:
     """Return a library's run with the rows put together that ranks share."""
 
     def concatenate_rows(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -258,7 +257,7 @@ def test_a_library(farm: Farm, tmp_path: Path, shape: str) -> None:
     for schedule in ("v-half", "zb-h1"):
         package_run = run_library(farm, tmp_path, shape, schedule, options={"vocab_parallel": True})
         assert "embedding.word_embeddings.weight@0016" in package_run.parameters
-        same(joined(package_run), plain)
+        assert_equal_results(join_rows(package_run), plain)
 
 
 VARIABLE = {
@@ -280,7 +279,7 @@ def test_variable_length_microbatches_equal_megatron(
     package_run = run_library(
         farm, tmp_path, "verl", schedule, options=options, ranks=2, **run_options
     )
-    same(joined(package_run), joined(plain))
+    assert_equal_results(join_rows(package_run), join_rows(plain))
 
 
 OF_LOGITS = {
@@ -309,10 +308,10 @@ def test_a_librarys_own_loss_of_logits(
             farm, tmp_path, "verl", schedule, options={"vocab_parallel": True}, **run_options
         )
         assert "output_layer.weight" not in package_run.parameters  # each rank has rows of it
-        same(joined(package_run), joined(plain))
-        assert list(map(len, package_run.made)) == [8, 4, 8]
+        assert_equal_results(join_rows(package_run), join_rows(plain))
+        assert list(map(len, package_run.logit_results)) == [8, 4, 8]
         for package_results, megatron_results in zip(
-            sum(package_run.made, []), sum(plain.made, []), strict=True
+            sum(package_run.logit_results, []), sum(plain.logit_results, []), strict=True
         ):
             for name in ("log_probs", "entropy", "branched", "tuned"):
                 torch.testing.assert_close(
@@ -346,7 +345,9 @@ def test_extended_ends_without_vocabulary_parallelism(farm: Farm, tmp_path: Path
     extended = run_library(farm, tmp_path, "bridge", None, ranks=2, extends=extends)
     assert abs(extended.losses[0][0] - plain.losses[0][0]) > 0.01
     for schedule in ("v-half", "zb-h1"):
-        same(run_library(farm, tmp_path, "bridge", schedule, ranks=2, extends=extends), extended)
+        assert_equal_results(
+            run_library(farm, tmp_path, "bridge", schedule, ranks=2, extends=extends), extended
+        )
 
 
 def test_a_scaled_embedding_is_kept(farm: Farm, tmp_path: Path) -> None:
@@ -356,7 +357,7 @@ def test_a_scaled_embedding_is_kept(farm: Farm, tmp_path: Path) -> None:
         package_run = run_library(
             farm, tmp_path, "bridge", schedule, options=options, ranks=2, **run_options
         )
-        same(joined(package_run), extended)
+        assert_equal_results(join_rows(package_run), extended)
 
 
 CHANGED = {
