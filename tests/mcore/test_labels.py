@@ -26,18 +26,18 @@ def test_a_profile_of_megatrons_shows_every_pass(farm: Farm, tmp_path: Path) -> 
     for rank in range(2):
         with gzip.open(tmp_path / "torch_profile" / f"rank-{rank}.json.gz", "rt") as stream:
             events = json.load(stream)["traceEvents"]
-        events.sort(key=lambda each: each.get("ts", 0))
-        jobs = [each for each in events if each["name"].startswith("job ")]
+        events.sort(key=lambda event: event.get("ts", 0))
+        jobs = [event for event in events if event["name"].startswith("job ")]
         passes = [e for e in events if re.fullmatch(r"(F|B|W|BW)\d+\.\d+", e["name"])]
         # Where a B has its W right after it, the two run as one pass.
-        apart = [re.sub(r"^BW(.*)", r"B\1 W\1", each["name"]) for each in passes]
+        apart = [re.sub(r"^BW(.*)", r"B\1 W\1", event["name"]) for event in passes]
         assert " ".join(apart).split() == [str(work) for work in schedule.order[rank]]
-        split = [each for each in passes if each["name"].startswith("W")]
+        split = [event for event in passes if event["name"].startswith("W")]
         assert split
-        for each in passes:
-            end = each["ts"] + each["dur"]
-            within = [job["name"] for job in jobs if each["ts"] <= job["ts"] < end]
-            head = ["job output_layer"] if each["name"].startswith("W3.") else []
-            whole = [*head, *(f"job {LAYER}{name}" for name in LINEARS)]
-            assert within == (whole if each in split else [])
-        assert any(each["name"].startswith("wait ") for each in events)
+        for event in passes:
+            end = event["ts"] + event["dur"]
+            within = [job["name"] for job in jobs if event["ts"] <= job["ts"] < end]
+            head = ["job output_layer"] if event["name"].startswith("W3.") else []
+            full_jobs = [*head, *(f"job {LAYER}{name}" for name in LINEARS)]
+            assert within == (full_jobs if event in split else [])
+        assert any(event["name"].startswith("wait ") for event in events)

@@ -103,19 +103,19 @@ def test_the_same_is_found_and_said(
     name: str, mode: RerunMode, session: Session, caplog: pytest.LogCaptureFixture
 ) -> None:
     outcomes = []
-    for late in (None, session):
+    for late_session in (None, session):
         caplog.clear()
         machine = RerunStateMachine(mode=mode)
         machine.first_iteration_complete = True
-        kept = []
+        outcomes_of_losses = []
         states = (RerunState.INITIAL_RUN, RerunState.RERUNNING_IN_PLACE)
         with caplog.at_level(logging.INFO, rerun_state_machine.__name__):
             for state, losses in zip(states, STEPS[name], strict=True):
                 machine.state = state
                 machine.validation_counts.clear()
-                run(machine, late, losses)
-                kept.append(found(machine))
-        outcomes.append((kept, [each.getMessage() for each in caplog.records]))
+                run(machine, late_session, losses)
+                outcomes_of_losses.append(found(machine))
+        outcomes.append((outcomes_of_losses, [record.getMessage() for record in caplog.records]))
     assert outcomes[0] == outcomes[1]
     bad = mode == RerunMode.VALIDATE_RESULTS and name != "good"
     assert any("nexpected result" in line for line in outcomes[0][1]) == bad
@@ -123,9 +123,9 @@ def test_the_same_is_found_and_said(
 
 def test_where_nothing_is_repeated_the_exception_is_the_same(session: Session) -> None:
     texts = []
-    for late in (None, session):
+    for late_session in (None, session):
         with pytest.raises(RuntimeError) as error:
-            run(RerunStateMachine(), late, [1.0, INF, NAN])
+            run(RerunStateMachine(), late_session, [1.0, INF, NAN])
         texts.append(str(error.value))
     assert texts[0] == texts[1]
     assert "Unexpected result inf (message='found Inf')" in texts[0]
@@ -171,30 +171,32 @@ def test_after_a_pass_that_failed_nothing_is_checked(session: Session) -> None:
     assert session.step.late_checks is None
 
 
-def _own(seen: list[str], result: Any) -> bool:
-    seen.append(f"{result}")
+def _own(calls: list[str], result: Any) -> bool:
+    calls.append(f"{result}")
     return False
 
 
 STRANGE: list[tuple[str, Callable[[list[str]], dict[str, Any]]]] = [
-    ("a function that may look elsewhere", lambda seen: {"rejection_func": partial(_own, seen)}),
-    ("a number", lambda seen: {"result": 2.0, "rejection_func": lambda x: seen.append("2.0")}),
-    ("a vector", lambda seen: {"result": torch.ones(1), "rejection_func": partial(_own, seen)}),
+    ("a function that may look elsewhere", lambda calls: {"rejection_func": partial(_own, calls)}),
+    ("a number", lambda calls: {"result": 2.0, "rejection_func": lambda x: calls.append("2.0")}),
+    ("a vector", lambda calls: {"result": torch.ones(1), "rejection_func": partial(_own, calls)}),
 ]
 
 
-@pytest.mark.parametrize(("what", "other"), STRANGE, ids=[each[0] for each in STRANGE])
+@pytest.mark.parametrize(("what", "arguments"), STRANGE, ids=[case[0] for case in STRANGE])
 def test_what_may_not_wait_is_checked_at_once_and_in_its_turn(
     what: str,
-    other: Callable[[list[str]], dict[str, Any]],
+    arguments: Callable[[list[str]], dict[str, Any]],
     session: Session,
     machine: RerunStateMachine,
 ) -> None:
-    seen: list[str] = []
+    calls: list[str] = []
     with checked_late(session.step, Place()) as checks:
         check(machine, torch.tensor(1.0))
-        machine.validate_result(**{"result": torch.tensor(2.0), "message": "own"} | other(seen))
-        assert len(seen) == 1
+        machine.validate_result(
+            **{"result": torch.tensor(2.0), "message": "own"} | arguments(calls)
+        )
+        assert len(calls) == 1
         assert machine.large_value_counts == {"loss": 1}
         check(machine, torch.tensor(3.0))
         assert machine.large_value_counts == {"loss": 1}

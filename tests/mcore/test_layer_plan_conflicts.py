@@ -55,14 +55,14 @@ REFUSED = {
 
 
 def test_every_conflict_is_told() -> None:
-    assert list(REFUSED) == [each.option for each in REFUSALS]
+    assert list(REFUSED) == [refusal.option for refusal in REFUSALS]
     check_layer_plans(SimpleNamespace(**FINE), v_shape(4))
-    for option, given in REFUSED.items():
+    for option, conflict in REFUSED.items():
         with pytest.raises(UnsupportedError) as error:
-            check_layer_plans(SimpleNamespace(**FINE | given), v_shape(4))
+            check_layer_plans(SimpleNamespace(**FINE | conflict), v_shape(4))
         start = f"--overlap-moe-expert-parallel-comm does not work with {option}: "
         assert str(error.value).startswith(start)
-        off = FINE | given | {"overlap_moe_expert_parallel_comm": False}
+        off = FINE | conflict | {"overlap_moe_expert_parallel_comm": False}
         check_layer_plans(SimpleNamespace(**off), v_shape(4))
 
 
@@ -88,21 +88,21 @@ def test_a_script_that_makes_no_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "conflict",
     [
         {"cuda_graph_impl": "transformer_engine"},
         {"mixed_precision": "bf16_with_nvfp4_mixed"},
         {"fine_grained_activation_offloading": True},
     ],
-    ids=lambda given: next(iter(given)),
+    ids=lambda conflict: next(iter(conflict)),
 )
-def test_where_there_are_no_plans_the_option_is_set_aside(given: dict[str, Any]) -> None:
-    options = SimpleNamespace(**FINE | given, delay_wgrad_compute=True)
-    said = [str(each) for each in translate(options, v_shape(4)).notices]
+def test_where_there_are_no_plans_the_option_is_set_aside(conflict: dict[str, Any]) -> None:
+    options = SimpleNamespace(**FINE | conflict, delay_wgrad_compute=True)
+    said = [str(notice) for notice in translate(options, v_shape(4)).notices]
     assert said[0].startswith("delay_wgrad_compute: turned off, W computes the weight gradients")
     assert said[1].startswith("overlap_moe_expert_parallel_comm: ignored (no overlap)")
     assert not options.overlap_moe_expert_parallel_comm
-    kept = SimpleNamespace(**FINE, delay_wgrad_compute=True)
-    assert len(translate(kept, v_shape(4)).notices) == 1
-    assert kept.overlap_moe_expert_parallel_comm
-    assert not kept.delay_wgrad_compute
+    options = SimpleNamespace(**FINE, delay_wgrad_compute=True)
+    assert len(translate(options, v_shape(4)).notices) == 1
+    assert options.overlap_moe_expert_parallel_comm
+    assert not options.delay_wgrad_compute

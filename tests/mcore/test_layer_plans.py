@@ -88,45 +88,45 @@ def on_rank(rank: int) -> tuple[dict[str, list[str]], Wrong]:
     cpu.install()
     from mcore import chunks_by_layers
 
-    tried = {None: STREAMS} | {
+    mutants = {None: STREAMS} | {
         mutant: {case: STREAMS[case]} for mutant, (case, _) in MUTANTS.items()
     }
     unlike = chunks_by_layers.unlike(rank, CASES)
-    return unlike, chunks_by_layers.wrong_on_streams(rank, tried)
+    return unlike, chunks_by_layers.wrong_on_streams(rank, mutants)
 
 
 @pytest.fixture(scope="module")
-def found() -> list[tuple[dict[str, list[str]], Wrong]]:
+def rank_results() -> list[tuple[dict[str, list[str]], Wrong]]:
     """Return what either rank tells; both import Megatron for it, once."""
     return run_ranks(2, on_rank, timeout_s=550)
 
 
 @pytest.fixture(scope="module")
-def unlike(found: list[tuple[dict[str, list[str]], Wrong]]) -> list[dict[str, list[str]]]:
+def unlike(rank_results: list[tuple[dict[str, list[str]], Wrong]]) -> list[dict[str, list[str]]]:
     """Return what differs of every case, from either rank."""
-    return [each for each, _ in found]
+    return [differences for differences, _ in rank_results]
 
 
 @pytest.fixture(scope="module")
-def wrong(found: list[tuple[dict[str, list[str]], Wrong]]) -> list[Wrong]:
+def wrong(rank_results: list[tuple[dict[str, list[str]], Wrong]]) -> list[Wrong]:
     """Return what is wrong with the use of streams, from either rank: of all cases, of mutants."""
-    return [each for _, each in found]
+    return [faults for _, faults in rank_results]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_bit_is_that_of_passes_without_plans(
     unlike: list[dict[str, list[str]]], case: str
 ) -> None:
-    assert [found[case] for found in unlike] == [[], []]
+    assert [differences[case] for differences in unlike] == [[], []]
 
 
 @pytest.mark.parametrize("case", STREAMS)
 def test_streams_wait_for_each_other(wrong: list[Wrong], case: str) -> None:
-    assert [found[None][case] for found in wrong] == [[], []]
+    assert [faults[None][case] for faults in wrong] == [[], []]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_streams_that_do_not_are_caught(wrong: list[Wrong], mutant: str) -> None:
     case, said = MUTANTS[mutant]
-    for found in wrong:
-        assert any(said in each for each in found[mutant][case])
+    for faults in wrong:
+        assert any(said in text for text in faults[mutant][case])

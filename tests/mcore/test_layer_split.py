@@ -50,14 +50,16 @@ FAST = {"v-half", "v-zb, ends without layers", "zb-h1, last without layers", "v-
     ],
 )
 def test_training_equals_one_rank(train: Train, ranks: int, schedule: str, split: str) -> None:
-    theirs = train(1, *MODEL)
-    ours = train(ranks, "--pipeline-schedule", schedule, "--pipeline-layer-split", split, *MODEL)
-    assert_equal_training(ours, theirs)
+    one_rank_run = train(1, *MODEL)
+    package_run = train(
+        ranks, "--pipeline-schedule", schedule, "--pipeline-layer-split", split, *MODEL
+    )
+    assert_equal_training(package_run, one_rank_run)
     if split != "auto":
         line = f"layers per stage, in model order: {split}\n"
-        assert [text.count(line) for text in ours.output] == [1] + [0] * (ranks - 1)
+        assert [text.count(line) for text in package_run.output] == [1] + [0] * (ranks - 1)
     if schedule == "v-half+":
-        assert "costs: F = B = W per layer, output layer by its GEMMs" in ours.output[0]
+        assert "costs: F = B = W per layer, output layer by its GEMMs" in package_run.output[0]
 
 
 @pytest.mark.slow
@@ -65,25 +67,25 @@ def test_auto_profiles_uneven_stages_and_reads_its_costs_again(
     train: Train, tmp_path: Path
 ) -> None:
     flags = ("--num-layers", "7", "--train-iters", "6")
-    theirs = train(1, *flags)
+    one_rank_run = train(1, *flags)
     first = train(
         *(2, "--pipeline-schedule", "auto", "--pipeline-layer-split", "2,1,3,1", *flags),
         *("--pipeline-profile-iterations", "2:4", "--pipeline-trace", str(tmp_path)),
     )
-    assert_equal_training(first, theirs)
+    assert_equal_training(first, one_rank_run)
     file = tmp_path / "costs.json"
     assert json.loads(file.read_text())["layers"] == [2, 1, 3, 1]
     second = train(
         *(2, "--pipeline-schedule", "v-half+", "--pipeline-layer-split", "auto", *flags),
         *("--pipeline-costs", str(file)),
     )
-    assert_equal_training(second, theirs)
+    assert_equal_training(second, one_rank_run)
     assert "; costs: as given" in second.output[0]
     balanced = Pieces.of(Costs.load(file), (2, 1, 3, 1)).balanced(7, v_shape(2))
     assert f"in model order: {','.join(map(str, balanced))}\n" in second.output[0]
 
 
-def arguments(**given: object) -> Namespace:
+def arguments(**changed: object) -> Namespace:
     options: dict[str, object] = {
         "num_layers": 31,
         "hidden_size": 64,
@@ -96,7 +98,7 @@ def arguments(**given: object) -> Namespace:
         "vocab_size": 64 * 25,
         "num_experts": None,
     }
-    return Namespace(**(options | given))
+    return Namespace(**(options | changed))
 
 
 def test_auto_by_the_sizes_of_the_model() -> None:
@@ -122,11 +124,11 @@ def test_a_limit_in_gib_deals_layers_by_all_that_a_rank_needs() -> None:
     assert limit == 24
     split = split_layers(arguments(num_layers=12), v_shape(2), "auto", costs, limit)
     assert split.costs is not None
-    asked = PlanRequest("auto", 2, 6, limit=limit, placements=(v_shape(2),), steps=1_000)
-    answer = plan_request(replace(asked, costs=split.costs))
+    request = PlanRequest("auto", 2, 6, limit=limit, placements=(v_shape(2),), steps=1_000)
+    answer = plan_request(replace(request, costs=split.costs))
     assert max(peak_held(answer.schedule, split.costs)) <= 24
     with pytest.raises(ScheduleError):
-        plan_request(replace(asked, costs=costs))
+        plan_request(replace(request, costs=costs))
 
 
 def test_further_layers_stay_where_the_vocabulary_is_shared() -> None:
@@ -135,12 +137,12 @@ def test_further_layers_stay_where_the_vocabulary_is_shared() -> None:
     merging = 2 / 13
     plain = split_layers(args, place, "2,2,2,2", None).estimate
     assert plain is not None
-    for given in (None, plain):
-        split = split_layers(args, place, "2,2,2,2", given, ends=SharedEnds())
-        found = split.estimate if given is None else split.costs
-        assert found is not None
-        assert found.forward_us[-1] == pytest.approx(1 + 2 * (1 + merging) / 2)
-        assert dict(found.others)["head_weight_us"][0] == pytest.approx(3 * 25 / 13 / 2 / 4)
+    for measured_costs in (None, plain):
+        split = split_layers(args, place, "2,2,2,2", measured_costs, ends=SharedEnds())
+        costs = split.estimate if measured_costs is None else split.costs
+        assert costs is not None
+        assert costs.forward_us[-1] == pytest.approx(1 + 2 * (1 + merging) / 2)
+        assert dict(costs.others)["head_weight_us"][0] == pytest.approx(3 * 25 / 13 / 2 / 4)
     balanced = split_layers(args, place, "auto", None, ends=SharedEnds())
     assert balanced.layers == (2, 3, 3, 0)
 
@@ -154,15 +156,15 @@ def test_costs_of_known_layers_serve_any_split() -> None:
     assert split.costs is not None
     assert split.costs.forward_us[:3] == pytest.approx((1.0, 1.0, 1.0))
     assert split.costs.forward_us[3] == pytest.approx(measured.forward_us[3])
-    same = split_layers(arguments(num_layers=8), linear(4), "1,2,3,2", measured)
-    assert same.costs is measured
+    resplit = split_layers(arguments(num_layers=8), linear(4), "1,2,3,2", measured)
+    assert resplit.costs is measured
 
 
 def test_costs_of_unknown_layers_are_this_runs_own_unless_balanced() -> None:
-    given = Costs((1, 2, 2, 3), (1, 2, 2, 3), (1, 2, 2, 3), 0.0, (1.0,) * 4, (1.0,) * 4)
-    own = split_layers(arguments(num_layers=8), v_shape(2), "1,2,3,2", given)
-    assert own.costs is given
-    balanced = split_layers(arguments(num_layers=8), v_shape(2), "auto", given)
+    measured_costs = Costs((1, 2, 2, 3), (1, 2, 2, 3), (1, 2, 2, 3), 0.0, (1.0,) * 4, (1.0,) * 4)
+    local_split = split_layers(arguments(num_layers=8), v_shape(2), "1,2,3,2", measured_costs)
+    assert local_split.costs is measured_costs
+    balanced = split_layers(arguments(num_layers=8), v_shape(2), "auto", measured_costs)
     assert balanced.layers == (2, 2, 3, 1)  # the last has 1.5 layers' worth of a head
     assert balanced.costs is not None
 
@@ -170,6 +172,6 @@ def test_costs_of_unknown_layers_are_this_runs_own_unless_balanced() -> None:
 def test_the_vocabulary_must_be_known() -> None:
     with pytest.raises(ValueError, match="add --vocab-size"):
         split_layers(arguments(vocab_size=None), v_shape(4), "auto", None)
-    given = split_layers(arguments(vocab_size=None), linear(2), "15,16", None)
-    assert given.estimate is not None
-    assert given.estimate.forward_us == pytest.approx((30 / 31, 32 / 31))
+    split = split_layers(arguments(vocab_size=None), linear(2), "15,16", None)
+    assert split.estimate is not None
+    assert split.estimate.forward_us == pytest.approx((30 / 31, 32 / 31))

@@ -30,58 +30,58 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_state, name, lambda: 2)
 
 
-def first_layers(made: PipelineParallelLayerLayout, ranks: int) -> list[list[int]]:
+def first_layers(layout: PipelineParallelLayerLayout, ranks: int) -> list[list[int]]:
     return [
-        [made.get_layer_offset(vp_stage=chunk, pp_rank=rank) for chunk in (0, 1)]
+        [layout.get_layer_offset(vp_stage=chunk, pp_rank=rank) for chunk in (0, 1)]
         for rank in range(ranks)
     ]
 
 
 def test_a_v_numbers_layers_there_and_back() -> None:
-    made = StageLayout(split_layers(16, v_shape(4)))
-    assert first_layers(made, 4) == [[0, 14], [2, 12], [4, 10], [6, 8]]
-    assert made.get_num_layers_to_build(vp_stage=1, pp_rank=0) == 2
-    assert made.get_layer_id_list(vp_stage=1, pp_rank=3) == [8, 9]
-    assert made.layout[0][0][0] is LayerType.embedding
-    assert made.layout[0][1][-1] is LayerType.loss
-    assert not made.validate_layer_layout(16, None)
+    layout = StageLayout(split_layers(16, v_shape(4)))
+    assert first_layers(layout, 4) == [[0, 14], [2, 12], [4, 10], [6, 8]]
+    assert layout.get_num_layers_to_build(vp_stage=1, pp_rank=0) == 2
+    assert layout.get_layer_id_list(vp_stage=1, pp_rank=3) == [8, 9]
+    assert layout.layout[0][0][0] is LayerType.embedding
+    assert layout.layout[0][1][-1] is LayerType.loss
+    assert not layout.validate_layer_layout(16, None)
 
 
 def test_a_looping_placement_is_megatrons_own() -> None:
     text = PipelineParallelLayerLayout("Ett|tt|tt|ttL", 2)
-    made = StageLayout(split_layers(8, looping(2, 2)))
-    assert first_layers(made, 2) == first_layers(text, 2)
-    assert made.layout == text.layout
+    layout = StageLayout(split_layers(8, looping(2, 2)))
+    assert first_layers(layout, 2) == first_layers(text, 2)
+    assert layout.layout == text.layout
 
 
 def test_multi_token_prediction_is_in_the_last_stage() -> None:
-    made = StageLayout(StageMap(v_shape(2), (2, 2, 2, 1), 2))
-    assert [len(stage) for stage in made.layout[0]] == [3, 4]
-    assert made.get_num_layers_to_build(LayerType.mtp, vp_stage=1, pp_rank=0) == 2
-    assert made.get_layer_offset(LayerType.mtp, vp_stage=1, pp_rank=0) == 0
-    made.validate_layer_layout(7, 2)
-    assert made.input_data == "Ett|tt|tt|tmmL"
+    layout = StageLayout(StageMap(v_shape(2), (2, 2, 2, 1), 2))
+    assert [len(stage) for stage in layout.layout[0]] == [3, 4]
+    assert layout.get_num_layers_to_build(LayerType.mtp, vp_stage=1, pp_rank=0) == 2
+    assert layout.get_layer_offset(LayerType.mtp, vp_stage=1, pp_rank=0) == 0
+    layout.validate_layer_layout(7, 2)
+    assert layout.input_data == "Ett|tt|tt|tmmL"
 
 
 def test_megatrons_text_says_the_same() -> None:
     layers = (0, 3, 2, 1)
-    made = StageLayout(StageMap(looping(2, 2), layers))
+    layout = StageLayout(StageMap(looping(2, 2), layers))
     assert megatrons_text(layers) == "E|ttt|tt|tL"
-    assert made.layout == PipelineParallelLayerLayout(megatrons_text(layers), 2).layout
+    assert layout.layout == PipelineParallelLayerLayout(megatrons_text(layers), 2).layout
 
 
 def test_what_libraries_write_of_it_into_checkpoints_can_be_read() -> None:
-    made = StageLayout(StageMap(v_shape(2), (1, 3, 3, 2)))
-    assert made.input_data == "Et|ttt|ttt|ttL"
-    read = PipelineParallelLayerLayout(made.input_data, 2)
-    assert read.flatten_layout == made.flatten_layout
+    layout = StageLayout(StageMap(v_shape(2), (1, 3, 3, 2)))
+    assert layout.input_data == "Et|ttt|ttt|ttL"
+    read = PipelineParallelLayerLayout(layout.input_data, 2)
+    assert read.flatten_layout == layout.flatten_layout
 
 
 def test_layers_may_differ_between_stages() -> None:
-    made = StageLayout(StageMap(v_shape(2), (1, 3, 3, 2)))
-    assert first_layers(made, 2) == [[0, 7], [1, 4]]
-    assert made.get_num_layers_to_build(vp_stage=0, pp_rank=1) == 3
-    assert not made.validate_layer_layout(9, None)
+    layout = StageLayout(StageMap(v_shape(2), (1, 3, 3, 2)))
+    assert first_layers(layout, 2) == [[0, 7], [1, 4]]
+    assert layout.get_num_layers_to_build(vp_stage=0, pp_rank=1) == 3
+    assert not layout.validate_layer_layout(9, None)
 
 
 def test_layers_that_route_by_tokens_stay_with_the_embedding() -> None:

@@ -18,34 +18,38 @@ STEPS = ("--train-iters", "2", "--eval-interval", "2", "--eval-iters", "1")
     ["v-half", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v-zb", "zb-h1"))],
 )
 def test_training_equals_megatrons_1f1b(train: Callable[..., Ended], schedule: str) -> None:
-    theirs = train(4, "--pipeline-schedule", "1f1b", *STEPS, plugin=PLUGIN)
-    ours = train(4, "--pipeline-schedule", schedule, *STEPS, plugin=PLUGIN)
-    whole = train(1, *STEPS)
-    assert whole.record["losses"] != theirs.record["losses"]  # so that the lengths do differ
-    assert_equal_training(ours, theirs)
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *STEPS, plugin=PLUGIN)
+    package_run = train(4, "--pipeline-schedule", schedule, *STEPS, plugin=PLUGIN)
+    one_rank_run = train(1, *STEPS)
+    assert (
+        one_rank_run.record["losses"] != megatron_run.record["losses"]
+    )  # so that the lengths do differ
+    assert_equal_training(package_run, megatron_run)
 
 
 @pytest.mark.slow
 def test_taken_when_they_are_posted_as_on_gpus(train: Callable[..., Ended], farm: Farm) -> None:
     """An order that no wait could end before messages were taken so."""
-    theirs = train(4, "--pipeline-schedule", "1f1b", *STEPS, plugin=PLUGIN)
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *STEPS, plugin=PLUGIN)
     flags = ("--pipeline-schedule", "zb-h1", *STEPS)
-    ours = farm.run(4, *flags, plugin=PLUGIN, given="taken").check()
-    assert_equal_training(ours, theirs)
+    package_run = farm.run(4, *flags, plugin=PLUGIN, given="taken").check()
+    assert_equal_training(package_run, megatron_run)
 
 
 @pytest.mark.skipif(
     hasattr(TransformerConfig, "enable_mhc_connections"),
     reason="this Megatron has such models, and rejects them with a pipeline",
 )
-@pytest.mark.parametrize("given", ["fixed", pytest.param("growing", marks=pytest.mark.slow)])
-def test_messages_wider_than_the_hidden_size(farm: Farm, given: str) -> None:
+@pytest.mark.parametrize("width", ["fixed", pytest.param("growing", marks=pytest.mark.slow)])
+def test_messages_wider_than_the_hidden_size(farm: Farm, width: str) -> None:
     """Of several residual streams; with shapes sent ahead they may also grow from stage to stage.
 
     Megatron 0.19 has no such models, and its own 1F1B carries these with shapes sent ahead alone.
     """
     steps = ("--train-iters", "2", "--clip-grad", "0", UNTIED)
-    theirs = farm.run(2, *steps, plugin=WIDE, given="any" if given == "fixed" else given).check()
+    megatron_run = farm.run(
+        2, *steps, plugin=WIDE, given="any" if width == "fixed" else width
+    ).check()
     flags = ("--pipeline-schedule", "zb-h1", *steps)
-    ours = farm.run(2, *flags, plugin=WIDE, given=given).check()
-    assert_equal_training(ours, theirs)
+    package_run = farm.run(2, *flags, plugin=WIDE, given=width).check()
+    assert_equal_training(package_run, megatron_run)

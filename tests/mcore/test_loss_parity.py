@@ -26,10 +26,12 @@ def test_the_table_tells_equal_from_nearly_equal() -> None:
 @pytest.mark.slow
 def test_slices_train_real_text_as_1f1b_does(tmp_path) -> None:
     """300 steps in bf16: as close as two runs are whose sums are added up in another order."""
-    (sliced,) = [each for each in loss_parity.settings(300) if each.schedules == loss_parity.SLICED]
+    (sliced,) = [
+        setting for setting in loss_parity.settings(300) if setting.schedules == loss_parity.SLICED
+    ]
     runs = loss_parity.compare(sliced, tmp_path, keep=False)
-    theirs, ours = runs[loss_parity.BASELINE], runs["V-ZB in slices"]
-    assert len(ours.loss) == 300
-    assert theirs.loss[-15:].mean() < 0.8 * theirs.loss[0]  # it has learned something
-    assert abs(ours.loss[-15:].mean() - theirs.loss[-15:].mean()) < 0.02
-    assert np.abs(ours.loss - theirs.loss).max() < 0.1
+    baseline_run, sliced_run = runs[loss_parity.BASELINE], runs["V-ZB in slices"]
+    assert len(sliced_run.loss) == 300
+    assert baseline_run.loss[-15:].mean() < 0.8 * baseline_run.loss[0]  # it has learned something
+    assert abs(sliced_run.loss[-15:].mean() - baseline_run.loss[-15:].mean()) < 0.02
+    assert np.abs(sliced_run.loss - baseline_run.loss).max() < 0.1

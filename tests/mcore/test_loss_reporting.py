@@ -23,29 +23,40 @@ def reports(step: int) -> list[Any]:
     """Return what a loss function may have reported of 64 microbatches; in step 2 one more."""
     torch.manual_seed(step)
     kinds = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64)
-    made: list[Any] = [
+    results: list[Any] = [
         {
             "loss": Losses(torch.randn(2, requires_grad=True), 3),
-            "rest": [(at, torch.randn(3, at % 3).to(kinds[at % 5]).t(), torch.tensor(0.1 * at))],
+            "rest": [
+                (
+                    index,
+                    torch.randn(3, index % 3).to(kinds[index % 5]).t(),
+                    torch.tensor(0.1 * index),
+                )
+            ],
         }
-        for at in range(64)
+        for index in range(64)
     ]
-    return [*made, "more"] if step == 2 else made
+    return [*results, "more"] if step == 2 else results
 
 
 def check(brought: list[Any], expected: list[Any]) -> None:
     assert len(brought) == len(expected)
-    for got, had in zip(brought[:64], expected, strict=False):
-        assert isinstance(got["loss"], Losses)
-        assert got["loss"].count == 3
-        (at, *theirs), (number, *ours) = got["rest"][0], had["rest"][0]
-        assert at == number
-        for one, other in zip(
-            [got["loss"].value, *theirs], [had["loss"].value, *ours], strict=True
+    for received, expected_report in zip(brought[:64], expected, strict=False):
+        assert isinstance(received["loss"], Losses)
+        assert received["loss"].count == 3
+        (index, *received_tensors), (number, *expected_tensors) = (
+            received["rest"][0],
+            expected_report["rest"][0],
+        )
+        assert index == number
+        for tensor, expected_tensor in zip(
+            [received["loss"].value, *received_tensors],
+            [expected_report["loss"].value, *expected_tensors],
+            strict=True,
         ):
-            assert (one.dtype, one.shape) == (other.dtype, other.shape)
-            assert not one.requires_grad
-            assert torch.equal(one, other)
+            assert (tensor.dtype, tensor.shape) == (expected_tensor.dtype, expected_tensor.shape)
+            assert not tensor.requires_grad
+            assert torch.equal(tensor, expected_tensor)
 
 
 def bring(rank: int) -> list[int]:
@@ -55,7 +66,7 @@ def bring(rank: int) -> list[int]:
     """
     copies: Counter[str] = Counter()
     elsewhere: list[Any] = []
-    counts, found = [], []
+    counts, received = [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multi_token, "take_metrics", lambda: {"values": torch.arange(3.0)})
         patch.setattr(multi_token, "add_metrics", elsewhere.append)
@@ -71,17 +82,19 @@ def bring(rank: int) -> list[int]:
         courier = LossGatherer()
         for store in stores:
             copies.clear()
-            found.append(courier.send_to_last_rank(store, 0, dist.group.WORLD, torch.device("cpu")))
+            received.append(
+                courier.send_to_last_rank(store, 0, dist.group.WORLD, torch.device("cpu"))
+            )
             counts.append(sum(copies.values()))
             courier.wait_for_sends()
-    for step, brought in enumerate(found if rank == 1 else ()):
+    for step, brought in enumerate(received if rank == 1 else ()):
         check(brought, reports(step))
-    assert [each["values"].tolist() for each in elsewhere] == [[0, 1, 2]] * (4 * rank)
+    assert [report["values"].tolist() for report in elsewhere] == [[0, 1, 2]] * (4 * rank)
     return counts
 
 
 def test_losses_travel_in_one_and_come_out_as_they_were() -> None:
     """What is no tensor goes along where it is not that of the step before: up, and down."""
-    sent, received = run_ranks(2, bring)
-    assert sent == [1, 0, 1, 1]
+    send_counts, received = run_ranks(2, bring)
+    assert send_counts == [1, 0, 1, 1]
     assert received == [3, 1, 3, 3]

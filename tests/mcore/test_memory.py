@@ -16,22 +16,22 @@ FLAGS = (UNTIED, "--global-batch-size", "16", "--train-iters", "2")
 def figures(run: Ended) -> tuple[list[float], list[float]]:
     """Return the measured and the predicted peaks of the closing line, by rank."""
     (line,) = [line for line in run.output[0].splitlines() if "peak activation memory" in line]
-    found = re.search(r"measured \[(.*?)\], predicted \[(.*?)\]", line)
-    assert found is not None, line
-    measured, predicted = ([float(value) for value in each.split(", ")] for each in found.groups())
+    match = re.search(r"measured \[(.*?)\], predicted \[(.*?)\]", line)
+    assert match is not None, line
+    measured, predicted = ([float(value) for value in text.split(", ")] for text in match.groups())
     return measured, predicted
 
 
 @pytest.mark.parametrize("schedule", ["v-half", "v-min"])
 def test_peak_against_megatrons_1f1b(train: Callable[..., Ended], schedule: str) -> None:
     measured, predicted = figures(train(4, "--pipeline-schedule", schedule, *FLAGS))
-    theirs, theirs_predicted = figures(train(4, "--pipeline-schedule", "1f1b", *FLAGS))
+    megatron_peaks, megatron_predicted = figures(train(4, "--pipeline-schedule", "1f1b", *FLAGS))
     assert measured == pytest.approx(predicted, rel=0.1)
-    assert theirs == pytest.approx(theirs_predicted, rel=0.1)
-    ratio = max(measured) / max(theirs)
+    assert megatron_peaks == pytest.approx(megatron_predicted, rel=0.1)
+    ratio = max(measured) / max(megatron_peaks)
     in_chunks = max(peak_held(make(schedule, 4, 16))) / max(peak_held(make("1f1b", 4, 16)))
     assert ratio == pytest.approx(in_chunks, rel=0.1)
-    assert ratio == pytest.approx(max(predicted) / max(theirs_predicted), rel=0.1)
+    assert ratio == pytest.approx(max(predicted) / max(megatron_predicted), rel=0.1)
 
 
 @pytest.mark.parametrize("schedule", ["v-half", pytest.param("v-zb", marks=pytest.mark.slow)])

@@ -23,7 +23,7 @@ INTERLEAVED = "--pipeline-schedule interleaved-1f1b"
 
 def arguments(**changed: object) -> Namespace:
     """Return validated arguments of a run with 8 microbatches on 4 pipeline ranks."""
-    given = {
+    settings = {
         "pipeline_schedule": "interleaved-1f1b",
         "pipeline_model_parallel_size": 4,
         "virtual_pipeline_model_parallel_size": 2,
@@ -35,7 +35,7 @@ def arguments(**changed: object) -> Namespace:
         "eval_global_batch_size": 16,
         "eval_micro_batch_size": 1,
     }
-    return Namespace(**(given | changed))
+    return Namespace(**(settings | changed))
 
 
 @pytest.fixture(autouse=True)
@@ -123,8 +123,8 @@ class TestSchedulesOfBatchSizes:
     def test_a_size_that_cannot_run(self, farm: Farm, schedule: str, sizes: str, said: str) -> None:
         # Thresholds are tokens, and a sample has 32.
         flags = ("--pipeline-schedule", schedule, "--step-batch-size-schedule", sizes)
-        more = ("--train-iters", "3")
-        assert said in refused(farm, *flags, *more, without=("--global-batch-size",))
+        more_flags = ("--train-iters", "3")
+        assert said in refused(farm, *flags, *more_flags, without=("--global-batch-size",))
 
     def test_sizes_that_can_run(self, farm: Farm) -> None:
         flags = ("--pipeline-schedule", "dualpipev", "--step-batch-size-schedule", "0:8 256:9")

@@ -18,6 +18,6 @@ def test_what_another_stream_reads_in_b_stays_its_memory() -> None:
     Made large again on the stream that computes, what they have saved is handed out while they
     still read it.
     """
-    for ours, careless in run_ranks(2, beside_shared_experts, timeout_s=120):
-        assert ours == []
+    for package_faults, careless in run_ranks(2, beside_shared_experts, timeout_s=120):
+        assert package_faults == []
         assert set(careless) == {"memory of main goes while stream 1 may use it"}

@@ -25,22 +25,22 @@ DEVICES = 2
 def costs_of(draw: random.Random) -> Costs:
     """Draw costs of two stages a device; of half of them all devices share the vocabulary."""
 
-    def each(least: float, most: float) -> list[float]:
-        return [round(draw.uniform(least, most), 2) for _ in range(2 * DEVICES)]
+    def draw_per_stage(low: float, high: float) -> list[float]:
+        return [round(draw.uniform(low, high), 2) for _ in range(2 * DEVICES)]
 
     data = {
-        "forward_us": each(80, 120),
-        "backward_us": each(90, 140),
-        "weight_us": each(60, 100),
+        "forward_us": draw_per_stage(80, 120),
+        "backward_us": draw_per_stage(90, 140),
+        "weight_us": draw_per_stage(60, 100),
         "send_us": round(draw.uniform(0, 30), 2),
-        "held_after_forward_bytes": each(0.8 * GIB, 1.2 * GIB),
-        "held_after_backward_bytes": each(0.3 * GIB, 0.7 * GIB),
+        "held_after_forward_bytes": draw_per_stage(0.8 * GIB, 1.2 * GIB),
+        "held_after_backward_bytes": draw_per_stage(0.3 * GIB, 0.7 * GIB),
     }
     if draw.random() < 0.5:
         data |= {kind.time: [round(draw.uniform(2, 60), 2)] * 4 for kind in VOCABULARY}
         data[LOGITS.takes] = [draw.choice((0.0, 0.1 * GIB))] * 4
     if draw.random() < 0.3:
-        data["whole_backward_us"] = each(140, 170)
+        data["whole_backward_us"] = draw_per_stage(140, 170)
     return Costs.from_json(json.dumps(data))
 
 
@@ -53,7 +53,7 @@ def by_trainer(name: str, microbatches: int, costs: Costs, limit: float | None) 
 
 def by_command(file: Path, name: str, microbatches: int, limit: float | None) -> object:
     """Return the order of the command that plans it, or of what it exports by name."""
-    made = file.with_name("made.json")
+    exported = file.with_name("made.json")
     sizes = ["--devices", str(DEVICES), "--microbatches", str(microbatches), "--costs", str(file)]
     if name == AUTO:
         costs = Costs.load(file)
@@ -62,8 +62,8 @@ def by_command(file: Path, name: str, microbatches: int, limit: float | None) ->
             AUTO, DEVICES, microbatches, costs, limit=limit, placements=(placement,)
         )
         return plan_request(question).schedule.order
-    assert main(["schedule", name, *sizes, "--export", str(made)]) == 0
-    return load_schedule(made).order
+    assert main(["schedule", name, *sizes, "--export", str(exported)]) == 0
+    return load_schedule(exported).order
 
 
 def by_sweep(microbatches: int, costs: Costs, limit: float) -> object:
@@ -71,10 +71,10 @@ def by_sweep(microbatches: int, costs: Costs, limit: float) -> object:
     alone = dict.fromkeys(
         ("data_parallel", "tensor_parallel", "context_parallel", "microbatch_size"), 1
     )
-    it = Configuration(AUTO, recompute=NONE, layout=Layout.EVEN, **sizes, **alone)
+    config = Configuration(AUTO, recompute=NONE, layout=Layout.EVEN, **sizes, **alone)
     placement = ScheduleChoice(DEVICES, AUTO, costs=costs).placement
     limits = [limit] * DEVICES
-    return plan_adaptive(it, placement, costs, limits, Objective.MAKESPAN).schedule.order
+    return plan_adaptive(config, placement, costs, limits, Objective.MAKESPAN).schedule.order
 
 
 def said(answer: object, *arguments: object) -> object:

@@ -35,17 +35,17 @@ class Simulated(RankZeroPlanner):
 
 def on_ranks(count: int, run: Callable[[int], Any]) -> list[Any]:
     """Return what `run` of every rank returns, each in a thread of its own."""
-    found: list[Any] = [None] * count
+    results: list[Any] = [None] * count
 
     def keep(rank: int) -> None:
-        found[rank] = run(rank)
+        results[rank] = run(rank)
 
     threads = [threading.Thread(target=keep, args=(rank,)) for rank in range(count)]
-    for each in reversed(threads):  # the one that plans comes last
-        each.start()
-    for each in threads:
-        each.join()
-    return found
+    for thread in reversed(threads):  # the one that plans comes last
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
 
 
 RANKS = 128
@@ -54,11 +54,11 @@ RANKS = 128
 
 def test_a_job_of_many_ranks_plans_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first step, and the larger one that a ramp-up brings."""
-    asked: list[str] = []
+    planning_threads: list[str] = []
     ask = plans.plan_request
 
     def counted(question: Any) -> Any:
-        asked.append(threading.current_thread().name)
+        planning_threads.append(threading.current_thread().name)
         return ask(question)
 
     monkeypatch.setattr(plans, "plan_request", counted)
@@ -69,11 +69,11 @@ def test_a_job_of_many_ranks_plans_in_one_process(monkeypatch: pytest.MonkeyPatc
         planner = Planner(choice, Simulated(rank, RANKS, store))
         return tuple(planner.plan_step(number).program.text() for number in (2, 3))
 
-    found = on_ranks(RANKS, run)
-    assert len(asked) == 2
-    assert len(set(asked)) == 1
-    assert len(set(found)) == 1
-    assert None not in found
+    planned = on_ranks(RANKS, run)
+    assert len(planning_threads) == 2
+    assert len(set(planning_threads)) == 1
+    assert len(set(planned)) == 1
+    assert None not in planned
 
 
 def sentences(plan: Callable[[], Any], timeout_s: float = 300.0) -> list[str]:
@@ -95,19 +95,19 @@ def test_what_cannot_be_planned_all_ranks_say(kind: type[Exception]) -> None:
     def plan() -> None:
         raise kind("nothing fits 1 GiB")
 
-    own, *others = sentences(plan)
-    assert own == f"{kind.__name__}: nothing fits 1 GiB"
-    assert others == ["ScheduleError: nothing fits 1 GiB"] * 2
+    planner_error, *other_errors = sentences(plan)
+    assert planner_error == f"{kind.__name__}: nothing fits 1 GiB"
+    assert other_errors == ["ScheduleError: nothing fits 1 GiB"] * 2
 
 
 def test_a_fault_of_the_planner_all_ranks_hear_of() -> None:
     def plan() -> None:
         raise ValueError("no such pass\nand more")
 
-    own, *others = sentences(plan)
-    assert own.startswith("ValueError: no such pass")
+    planner_error, *other_errors = sentences(plan)
+    assert planner_error.startswith("ValueError: no such pass")
     said = "rank 0, which plans for all ranks, failed at it: ValueError: no such pass"
-    assert others == [f"ScheduleError: {said}"] * 2
+    assert other_errors == [f"ScheduleError: {said}"] * 2
 
 
 def test_a_plan_that_never_comes_is_waited_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,9 +124,9 @@ def test_the_first_rank_does_not_wait_for_ever_to_be_heard(monkeypatch: pytest.M
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def meet(rank: int, port: int, fails: bool) -> list[str]:
@@ -159,7 +159,7 @@ def meet(rank: int, port: int, fails: bool) -> list[str]:
 
 @pytest.mark.parametrize("fails", [False, True], ids=["planned", "failed"])
 def test_ranks_meet_where_megatron_has_them_meet(fails: bool) -> None:
-    own, *others = run_ranks(3, meet, free_port(), fails, timeout_s=120)
+    planner_log, *other_logs = run_ranks(3, meet, free_port(), fails, timeout_s=120)
     heard = [f"{'no ' if fails else ''}{text}" for text in ("layers", "order", "ramp-up")]
-    assert own == [each for text in heard for each in ("plans", text)]
-    assert others == [heard] * 2
+    assert planner_log == [event for text in heard for event in ("plans", text)]
+    assert other_logs == [heard] * 2

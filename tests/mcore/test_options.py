@@ -54,8 +54,8 @@ NONE: dict[str, list[Any]] = {
 
 
 def test_register_tells_of_every_keyword() -> None:
-    told = set(re.findall(r"`(\w+)`", str(megatron_vshape.register.__doc__)))
-    assert told >= OPTIONS.keys() - {"post_validates"}
+    documented = set(re.findall(r"`(\w+)`", str(megatron_vshape.register.__doc__)))
+    assert documented >= OPTIONS.keys() - {"post_validates"}
 
 
 @pytest.mark.parametrize("name", GIVEN)
@@ -70,7 +70,9 @@ def test_ways_to_give_an_option_agree(name: str) -> None:
     parsed.check()
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, each) for name in NONE for each in NONE[name]])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, option_value) for name in NONE for option_value in NONE[name]]
+)
 def test_a_value_that_is_none_is_refused_alike(name: str, value: Any) -> None:
     said = f" is not {OPTIONS[name].values.wants}"
     with pytest.raises(

@@ -27,44 +27,46 @@ OVERLAPPED = ("--bf16", "--overlap-moe-expert-parallel-comm")
 def with_pairs(schedule: Schedule) -> Schedule:
     """Return the schedule with every F joined with the B behind it, where that does not hang."""
     for row in schedule.order:
-        after = -1
-        for at, (work, other) in enumerate(zip(row, row[1:], strict=False)):
-            kinds = work.kind is Kind.F and other.kind in (Kind.B, Kind.BW)
-            if at > after and kinds and work.microbatch != other.microbatch:
-                joined = replace(schedule, overlapped=schedule.overlapped | {work})
+        last_index = -1
+        for index, (work, next_work) in enumerate(zip(row, row[1:], strict=False)):
+            kinds = work.kind is Kind.F and next_work.kind in (Kind.B, Kind.BW)
+            if index > last_index and kinds and work.microbatch != next_work.microbatch:
+                overlapped_schedule = replace(schedule, overlapped=schedule.overlapped | {work})
                 try:
-                    lower(joined, simulate(joined))
+                    lower(overlapped_schedule, simulate(overlapped_schedule))
                 except ScheduleError:
                     continue
-                schedule, after = joined, at + 1
+                schedule, last_index = overlapped_schedule, index + 1
     return schedule
 
 
-def files(folder: Path, name: str, devices: int, whole: bool = False) -> tuple[str, str]:
+def files(folder: Path, name: str, devices: int, full_backward: bool = False) -> tuple[str, str]:
     """Return files of an order with joint passes, and of the same order without."""
     schedule = make(name, devices, 8)
-    if whole:
+    if full_backward:
         from megatron_vshape.core.program.lowering import with_full_backwards
 
         schedule = with_full_backwards(schedule)
-    joined = with_pairs(schedule)
-    assert len(joined.overlapped) >= 2 * devices
-    return written(folder, joined)
+    overlapped_schedule = with_pairs(schedule)
+    assert len(overlapped_schedule.overlapped) >= 2 * devices
+    return written(folder, overlapped_schedule)
 
 
-def written(folder: Path, joined: Schedule) -> tuple[str, str]:
-    found = []
-    for each in (joined, replace(joined, overlapped=frozenset())):
-        found.append(folder / f"{each.name}-{each.num_devices}-{len(each.overlapped)}.json")
-        found[-1].write_text(each.to_json())
-    return str(found[0]), str(found[1])
+def written(folder: Path, schedule: Schedule) -> tuple[str, str]:
+    paths = []
+    for variant in (schedule, replace(schedule, overlapped=frozenset())):
+        paths.append(
+            folder / f"{variant.name}-{variant.num_devices}-{len(variant.overlapped)}.json"
+        )
+        paths[-1].write_text(variant.to_json())
+    return str(paths[0]), str(paths[1])
 
 
-def same_bits(ours: Ended, theirs: Ended) -> None:
+def same_bits(package_run: Ended, baseline_run: Ended) -> None:
     for key in ("losses", "grad_norms", "evaluations"):
-        assert ours.record[key] == theirs.record[key]
+        assert package_run.record[key] == baseline_run.record[key]
     for key in ("gradients", "parameters"):
-        mine, yours = ours.by_place(key), theirs.by_place(key)
+        mine, yours = package_run.by_place(key), baseline_run.by_place(key)
         assert mine.keys() == yours.keys()
         assert [name for name in mine if not torch.equal(mine[name], yours[name])] == []
 
@@ -89,21 +91,21 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_pairs_change_no_bit(train: Train, tmp_path: Path, case: str) -> None:
-    ranks, name, whole, options = CASES[case]
-    overlapped, apart = files(tmp_path, name, 2, whole)
+    ranks, name, full_backward, options = CASES[case]
+    overlapped, apart = files(tmp_path, name, 2, full_backward)
     flags = (*STEPS, *SIZE, *options.split(), *OVERLAPPED)
-    ours = train(ranks, "--pipeline-schedule", overlapped, *flags)
+    package_run = train(ranks, "--pipeline-schedule", overlapped, *flags)
     plain = (*STEPS, *SIZE, *options.split(), "--bf16")
-    same_bits(ours, train(ranks, "--pipeline-schedule", apart, *plain))
-    assert_equal(ours, train(ranks, "--pipeline-schedule", "1f1b", *plain), bf16=True)
+    same_bits(package_run, train(ranks, "--pipeline-schedule", apart, *plain))
+    assert_equal(package_run, train(ranks, "--pipeline-schedule", "1f1b", *plain), bf16=True)
 
 
 def test_adjacent_passes_of_a_schedule_by_name_overlap(train: Train) -> None:
     assert pair_adjacent(make("v-zb", 2, 8)).overlapped
     """Bit by bit, with gradients reduced on the way."""
-    named = ("--pipeline-schedule", "v-zb", *STEPS, *SIZE, *f"{EXPERT_PARALLEL} {OVERLAP}".split())
-    ours = train(4, *named, *OVERLAPPED)
-    same_bits(ours, train(4, *named, "--bf16"))
+    flags = ("--pipeline-schedule", "v-zb", *STEPS, *SIZE, *f"{EXPERT_PARALLEL} {OVERLAP}".split())
+    package_run = train(4, *flags, *OVERLAPPED)
+    same_bits(package_run, train(4, *flags, "--bf16"))
 
 
 AUTO = "--pipeline-schedule auto --pipeline-profile-iterations 2:3"
@@ -113,10 +115,10 @@ AUTO = "--pipeline-schedule auto --pipeline-profile-iterations 2:3"
 @pytest.mark.parametrize("chosen", ["--pipeline-schedule dualpipev", AUTO], ids=["dualpipev", AUTO])
 def test_orders_with_pairs_by_name_and_by_plan(train: Train, chosen: str) -> None:
     flags = (*"--train-iters 6 --bf16".split(), *SIZE, *EXPERT_PARALLEL.split())
-    ours = train(4, *chosen.split(), *flags, *OVERLAPPED[1:])
-    theirs = train(4, "--pipeline-schedule", "1f1b", *flags)
-    assert len(losses(ours)) == 6
-    assert relative(losses(ours), losses(theirs)) <= 2e-3
+    package_run = train(4, *chosen.split(), *flags, *OVERLAPPED[1:])
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags)
+    assert len(losses(package_run)) == 6
+    assert relative(losses(package_run), losses(megatron_run)) <= 2e-3
 
 
 @pytest.mark.slow
@@ -125,10 +127,10 @@ def test_more_ranks(train: Train, tmp_path: Path, name: str) -> None:
     overlapped, apart = files(tmp_path, name, 4)
     size = ("--pipeline-model-parallel-size", "4", "--global-batch-size", "16")
     flags = (*size, *EXPERT_PARALLEL.split())
-    ours = train(8, "--pipeline-schedule", overlapped, *STEPS, *flags, *OVERLAPPED)
-    same_bits(ours, train(8, "--pipeline-schedule", apart, *STEPS, *flags, "--bf16"))
-    theirs = train(8, "--pipeline-schedule", "1f1b", *STEPS, *flags, "--bf16")
-    assert_equal(ours, theirs, bf16=True)
+    package_run = train(8, "--pipeline-schedule", overlapped, *STEPS, *flags, *OVERLAPPED)
+    same_bits(package_run, train(8, "--pipeline-schedule", apart, *STEPS, *flags, "--bf16"))
+    megatron_run = train(8, "--pipeline-schedule", "1f1b", *STEPS, *flags, "--bf16")
+    assert_equal(package_run, megatron_run, bf16=True)
 
 
 @pytest.mark.slow
@@ -137,7 +139,7 @@ def test_a_loop_of_four_stages_a_rank(train: Train, tmp_path: Path) -> None:
     assert len(published.overlapped) > 16
     overlapped, apart = written(tmp_path, published)
     flags = (*STEPS, *SIZE, *EXPERT_PARALLEL.split())
-    ours = train(4, "--pipeline-schedule", overlapped, *flags, *OVERLAPPED)
-    same_bits(ours, train(4, "--pipeline-schedule", apart, *flags, "--bf16"))
-    theirs = train(4, "--pipeline-schedule", "1f1b", *flags, "--bf16")
-    assert_equal(ours, theirs, bf16=True)
+    package_run = train(4, "--pipeline-schedule", overlapped, *flags, *OVERLAPPED)
+    same_bits(package_run, train(4, "--pipeline-schedule", apart, *flags, "--bf16"))
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags, "--bf16")
+    assert_equal(package_run, megatron_run, bf16=True)

@@ -11,13 +11,13 @@ import torch
 from mcore.farm import Farm
 
 
-def run(farm: Farm, folder: Path, ranks: int, **given: Any) -> list[dict[str, Any]]:
-    folder = folder / f"{given['schedule']}-{len(list(folder.iterdir()))}"
+def run(farm: Farm, folder: Path, ranks: int, **settings: Any) -> list[dict[str, Any]]:
+    folder = folder / f"{settings['schedule']}-{len(list(folder.iterdir()))}"
     folder.mkdir()
     trainer = folder / "trainer.py"  # imported, as a library is
     trainer.write_text("from packed_sequences import start")
-    given |= {"directory": str(folder)}
-    farm.run(ranks, plugin=trainer, given=given).check()
+    settings |= {"directory": str(folder)}
+    farm.run(ranks, plugin=trainer, given=settings).check()
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
@@ -44,14 +44,14 @@ def test_packed_sequences_train_as_under_1f1b(
     farm: Farm, tmp_path: Path, schedule: str, tensor: int, pipeline: int
 ) -> None:
     ranks = tensor * pipeline
-    given = {"tensor": tensor, "config": {"num_layers": max(8, 2 * pipeline)}}
-    plain = run(farm, tmp_path, ranks, schedule=None, **given)
-    ours = run(farm, tmp_path, ranks, schedule=schedule, **given)
-    assert ours[-1]["losses"] == pytest.approx(plain[-1]["losses"], abs=1e-6)
-    theirs, mine = gradients(plain), gradients(ours)
-    assert mine.keys() == theirs.keys()
-    for name, value in mine.items():
-        torch.testing.assert_close(value, theirs[name], rtol=1e-5, atol=1e-6)
+    settings = {"tensor": tensor, "config": {"num_layers": max(8, 2 * pipeline)}}
+    megatron_ranks = run(farm, tmp_path, ranks, schedule=None, **settings)
+    package_ranks = run(farm, tmp_path, ranks, schedule=schedule, **settings)
+    assert package_ranks[-1]["losses"] == pytest.approx(megatron_ranks[-1]["losses"], abs=1e-6)
+    megatron_gradients, package_gradients = gradients(megatron_ranks), gradients(package_ranks)
+    assert package_gradients.keys() == megatron_gradients.keys()
+    for name, value in package_gradients.items():
+        torch.testing.assert_close(value, megatron_gradients[name], rtol=1e-5, atol=1e-6)
 
 
 def test_the_ends_of_sequences_matter_and_a_stage_without_them_is_rejected(

@@ -30,14 +30,14 @@ pytestmark = pytest.mark.skipif(
 
 def orders(ended: Ended) -> list[list[list[int]]]:
     """Return the order that every rank's stash holds its steps to, as TE would take them."""
-    found = []
+    orders_by_rank = []
     for text in ended.output:
         lines = [line for line in text.splitlines() if line.startswith(PRINTED)]
-        each = {line.removeprefix(PRINTED) for line in lines}
-        found.append(
-            [[abs(x) // 10**6 * (1 if x > 0 else -1) for x in json.loads(e)] for e in each]
+        texts = {line.removeprefix(PRINTED) for line in lines}
+        orders_by_rank.append(
+            [[abs(x) // 10**6 * (1 if x > 0 else -1) for x in json.loads(e)] for e in texts]
         )
-    return found
+    return orders_by_rank
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,12 @@ def test_a_step_is_stashed_and_tried_again(
     farm: Farm, train: Callable[..., Ended], schedule: str, overflows: bool
 ) -> None:
     flags = f"--pipeline-schedule {schedule} {MODEL}".split()
-    ours = farm.run(4, *flags, *STASH.split(), plugin=PLUGIN, given=overflows).check()
-    assert_same_numbers(ours, train(4, *flags))
+    package_run = farm.run(4, *flags, *STASH.split(), plugin=PLUGIN, given=overflows).check()
+    assert_same_numbers(package_run, train(4, *flags))
     layers = 1 if schedule == "v-half" else 2  # of a stage
-    rows = [[each for each in row for _ in range(layers)] for row in rows_of(schedule, 4, 8)]
-    assert orders(ours) == [[row] for row in rows]
-    assert ("rerunning forward-backward" in "".join(ours.output)) == overflows
+    rows = [[chunk for chunk in row for _ in range(layers)] for row in rows_of(schedule, 4, 8)]
+    assert orders(package_run) == [[row] for row in rows]
+    assert ("rerunning forward-backward" in "".join(package_run.output)) == overflows
 
 
 @pytest.mark.slow
@@ -66,7 +66,9 @@ def test_the_order_is_recorded_once_it_is_the_last(farm: Farm) -> None:
     """Steps 2 and 4 are measured; two schedules may alternate in the 24 steps after them."""
     auto = "--pipeline-schedule auto --pipeline-profile-iterations 2:2 --train-iters 32"
     flags = f"{MODEL} {STASH} {auto} --eval-iters 0".split()
-    assert [len(each) for each in orders(farm.run(2, *flags, plugin=PLUGIN).check())] == [1, 1]
+    assert [
+        len(rank_orders) for rank_orders in orders(farm.run(2, *flags, plugin=PLUGIN).check())
+    ] == [1, 1]
 
 
 def test_what_the_stash_does_not_go_with_is_refused() -> None:

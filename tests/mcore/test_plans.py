@@ -67,15 +67,15 @@ def test_a_file_is_for_its_own_microbatches(tmp_path: Path) -> None:
 def test_auto_without_a_limit_plans_for_the_memory_of_1f1b(chunks: int) -> None:
     """However many stages the costs tell apart; V-ZB and its like fill that memory."""
     costs = Costs.uniform(4, 4 * chunks, 1.0, 1.15, 0.85, 0.05)
-    made = Planner(ScheduleChoice(4, "auto", costs=costs)).plan_step(12).schedule
-    assert max(peak_held(made, costs)) == pytest.approx(8)
+    schedule = Planner(ScheduleChoice(4, "auto", costs=costs)).plan_step(12).schedule
+    assert max(peak_held(schedule, costs)) == pytest.approx(8)
 
 
 def test_adjacent_passes_overlap_if_the_run_can() -> None:
     for name in ("v-zb", "interleaved-1f1b"):
-        made = Planner(ScheduleChoice(4, name, may_overlap=True)).plan_step(16)
-        assert made.schedule.overlapped
-        assert made.schedule.order == Planner(ScheduleChoice(4, name)).plan_step(16).schedule.order
+        step = Planner(ScheduleChoice(4, name, may_overlap=True)).plan_step(16)
+        assert step.schedule.overlapped
+        assert step.schedule.order == Planner(ScheduleChoice(4, name)).plan_step(16).schedule.order
         assert not Planner(ScheduleChoice(4, name)).plan_step(16).schedule.overlapped
 
 
@@ -96,11 +96,11 @@ def test_a_file_whose_microbatches_run_out_of_turn(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [*NAMES, "v-half+"])
 def test_this_packages_own_orders_may_be_files(tmp_path: Path, name: str) -> None:
     file = tmp_path / "own.json"
-    made = (
+    schedule = (
         plan_request(PlanRequest(name, 4, 8)).schedule if name.endswith("+") else make(name, 4, 8)
     )
-    file.write_text(made.to_json())
-    assert resolve_schedule(Options(str(file)), 4).from_file == made
+    file.write_text(schedule.to_json())
+    assert resolve_schedule(Options(str(file)), 4).from_file == schedule
 
 
 def test_a_file_with_a_shared_vocabulary_shares_it(tmp_path: Path) -> None:
@@ -127,15 +127,18 @@ def known_in_all() -> Costs:
 
 
 def test_a_limit_leaves_the_runs_own_state_free_and_what_passes_work_with() -> None:
-    costs, limit, own = known_in_all(), 56 * GIB, (32.0 * GIB, *(18.5 * GIB,) * 3)
+    costs, limit, state_bytes = known_in_all(), 56 * GIB, (32.0 * GIB, *(18.5 * GIB,) * 3)
     planner = Planner(ScheduleChoice(4, "auto", costs=costs, limit_bytes=limit))
-    planner.reserve(own)
+    planner.reserve(state_bytes)
     schedule = planner.plan_step(8).schedule
     within = peak_held(schedule, costs.without_state())
-    needed = [held + kept for held, kept in zip(within, own, strict=True)]
-    assert 48 * GIB < max(needed) <= limit
+    rank_bytes = [
+        activation_bytes + rank_state
+        for activation_bytes, rank_state in zip(within, state_bytes, strict=True)
+    ]
+    assert 48 * GIB < max(rank_bytes) <= limit
     planner = Planner(ScheduleChoice(4, "auto", costs=costs, limit_bytes=41 * GIB))
-    planner.reserve(own)
+    planner.reserve(state_bytes)
     with pytest.raises(ScheduleError, match=r"at least 10\.000 GiB of them.*is 42\.000 GiB"):
         planner.plan_step(8)
 
@@ -145,12 +148,17 @@ def test_the_log_begins_with_all_that_every_rank_needs(tmp_path: Path) -> None:
     file.write_text(costs.to_json())
     config = DeferredConfig(num_layers=8, hidden_size=32, num_attention_heads=4)
     config.pipeline_model_parallel_size = 4
-    given = options_from({"schedule": "v-half", "costs_file": str(file)})
-    log = opening_lines(pipeline_from_config(config, given), 8)
+    options = options_from({"schedule": "v-half", "costs_file": str(file)})
+    log = opening_lines(pipeline_from_config(config, options), 8)
     peaks = [peak / GIB for peak in peak_held(make("v-half", 4, 8), costs)]
-    each = " ".join(f"{peak:g}" for peak in reversed(peaks))  # a library's last rank has both ends
+    peaks_text = " ".join(
+        f"{peak:g}" for peak in reversed(peaks)
+    )  # a library's last rank has both ends
     base = 15 + 9 + 4 * 8
-    assert f"peak {100 * max(peaks) / base:.0f} % of 1F1B at PP 4, by rank {each} GiB, incl" in log
+    assert (
+        f"peak {100 * max(peaks) / base:.0f} % of 1F1B at PP 4, by rank {peaks_text} GiB, incl"
+        in log
+    )
     assert "including model states of 18 18 18 31 GiB" in log
 
 
