@@ -25,16 +25,18 @@ DATA_PARALLEL = (
 ).split()
 
 
-def same(one: Any, other: Any) -> bool:
+def equal_to_the_bit(first: Any, second: Any) -> bool:
     """Return whether two nests are equal to the last bit, NaN included."""
-    if isinstance(one, torch.Tensor):
-        alike = one.dtype == other.dtype and one.shape == other.shape
-        return alike and torch.equal(bits(one), bits(other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return repr(one) == repr(other)
+    if isinstance(first, torch.Tensor):
+        alike = first.dtype == second.dtype and first.shape == second.shape
+        return alike and torch.equal(bits(first), bits(second))
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(
+            equal_to_the_bit(first[key], second[key]) for key in first
+        )
+    if isinstance(first, list):
+        return len(first) == len(second) and all(map(equal_to_the_bit, first, second))
+    return repr(first) == repr(second)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,24 +48,26 @@ class Exact:
     """How a run ended, and what `exact_steps` kept of every rank."""
 
     run: Ended
-    kept: list[dict[str, Any]]
+    rank_records: list[dict[str, Any]]
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        return self.kept[-1]["steps"]
+        return self.rank_records[-1]["steps"]
 
-    def equals(self, other: "Exact") -> bool:
-        evaluations = (self.run.record["evaluations"], other.run.record["evaluations"])
-        return same(self.kept, other.kept) and same(*evaluations)
+    def equals(self, second: "Exact") -> bool:
+        evaluations = (self.run.record["evaluations"], second.run.record["evaluations"])
+        return equal_to_the_bit(self.rank_records, second.rank_records) and equal_to_the_bit(
+            *evaluations
+        )
 
 
 def guesses(run: Exact) -> tuple[int, int]:
     """Return how many steps were guessed, and how many of these undone."""
-    (found,) = re.findall(
+    (counts,) = re.findall(
         r"post-validation: (\d+) steps made before they were validated, (\d+) of them undone",
         run.run.output[0],
     )
-    return int(found[0]), int(found[1])
+    return int(counts[0]), int(counts[1])
 
 
 class Lab:
@@ -84,15 +88,17 @@ class Lab:
         self._runs += 1
         folder = self.folder / f"run{self._runs}"
         folder.mkdir()
-        given = {
+        settings = {
             "folder": str(folder),
             "infected": infected,
             "stopped": stopped,
             "renews_forward_step": renews_forward_step,
         }
-        run = self.farm.run(4, *flags, plugin=PLUGIN, given=given, timeout_s=400).check()
-        kept = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(4)]
-        return Exact(run, kept)
+        run = self.farm.run(4, *flags, plugin=PLUGIN, given=settings, timeout_s=400).check()
+        rank_records = [
+            torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(4)
+        ]
+        return Exact(run, rank_records)
 
     def both(self, *flags: str, infected: tuple[int, ...] = ()) -> tuple[Exact, Exact]:
         """Train with and without post-validation, check that all is equal, and return both."""
@@ -111,11 +117,11 @@ def lab(farm: Farm, tmp_path: Path) -> Lab:
 def test_fp16_with_clipping_at_times_and_infinite_gradients(lab: Lab) -> None:
     flags = ("--fp16", *SCALED, "--clip-grad", "1.25")
     plain, ahead = lab.both(*FIFTY, *flags, infected=(7, 15, 16, 30, 42))
-    made, undone = guesses(ahead)
-    assert 0 < undone < made
-    assert sum(each["skipped"] for each in plain.steps) == 5
-    assert len({each["loss scale"] for each in plain.steps}) > 1
-    norms = [each["norm"] for each in plain.steps if each["norm"] is not None]
+    guessed, undone = guesses(ahead)
+    assert 0 < undone < guessed
+    assert sum(step["skipped"] for step in plain.steps) == 5
+    assert len({step["loss scale"] for step in plain.steps}) > 1
+    norms = [step["norm"] for step in plain.steps if step["norm"] is not None]
     assert {norm > 1.25 for norm in norms} == {True, False}
 
 
@@ -124,8 +130,8 @@ def test_bf16_distributed_optimizer_with_dropout_and_per_token_loss(lab: Lab) ->
     clipping = ("--clip-grad", "1.9")
     flags = [*FIFTY, "--train-iters", "10", *flags, *clipping, *DATA_PARALLEL]
     _, ahead = lab.both(*flags, infected=(5, 8))
-    made, undone = guesses(ahead)
-    assert 0 < undone < made
+    guessed, undone = guesses(ahead)
+    assert 0 < undone < guessed
 
 
 @pytest.mark.skipif(
@@ -138,10 +144,10 @@ def test_clipping_by_the_norm_of_detached_mtp_layers(lab: Lab) -> None:
     flags = "--train-iters 12 --num-layers 4 --mtp-num-layers 1 --mtp-detach-heads"
     flags = [*flags.split(), *"--mtp-loss-scaling-factor 20 --clip-grad".split(), str(limit)]
     plain, ahead = lab.both(*FIFTY, *DATA_PARALLEL, *flags)
-    assert max(each["norm"] for each in plain.steps) < limit
-    assert {each["group norms"]["mtp"] > limit for each in plain.steps} == {True, False}
-    made, undone = guesses(ahead)
-    assert 0 < undone < made
+    assert max(step["norm"] for step in plain.steps) < limit
+    assert {step["group norms"]["mtp"] > limit for step in plain.steps} == {True, False}
+    guessed, undone = guesses(ahead)
+    assert 0 < undone < guessed
 
 
 def test_separate_gradient_norms_are_the_reviewed_ones() -> None:
@@ -188,12 +194,12 @@ def test_everything_is_exact(
     infected = (46,) if precision == "fp32" else (7, 15, 16, 30, 42)
     flags = (*PRECISIONS[precision], "--clip-grad", CLIPPING[clipping], *parallel)
     plain, ahead = lab.both(*FIFTY, *flags, infected=infected)
-    made, undone = guesses(ahead)
+    guessed, undone = guesses(ahead)
     if clipping == "always":
-        assert made == 0
+        assert guessed == 0
     else:
-        assert 0 < undone < made
-    assert sum(each["skipped"] for each in plain.steps) == (0 if precision == "fp32" else 5)
+        assert 0 < undone < guessed
+    assert sum(step["skipped"] for step in plain.steps) == (0 if precision == "fp32" else 5)
 
 
 @pytest.mark.slow
@@ -213,8 +219,8 @@ def test_steps_that_are_timed_begin_in_their_turn(lab: Lab, tmp_path: Path) -> N
 def test_other_schedules(lab: Lab, schedule: str) -> None:
     flags = ("--bf16", "--loss-scale", "64", "--clip-grad", "1.2", "--pipeline-schedule", schedule)
     _, ahead = lab.both(*FIFTY, *flags, infected=(9, 20))
-    made, undone = guesses(ahead)
-    assert 0 < undone < made
+    guessed, undone = guesses(ahead)
+    assert 0 < undone < guessed
 
 
 BOUNDARIES = (
@@ -250,9 +256,9 @@ def test_evaluation_and_saving_see_a_validated_state(lab: Lab, tmp_path: Path) -
 
 def test_where_it_gains_nothing_the_run_says_so_once(farm: Farm) -> None:
     said = "--optimizer-post-validation gains nothing with --log-interval 1: an iteration that is "
-    every, other = (
+    all_schedules, other_run = (
         farm.run(4, *V_ZB, POST_VALIDATION, "--log-interval", interval).check()
         for interval in ("1", "2")
     )
-    assert [text.count(said) for text in every.output] == [1, 0, 0, 0]
-    assert [text.count(said) for text in other.output] == [0] * 4
+    assert [text.count(said) for text in all_schedules.output] == [1, 0, 0, 0]
+    assert [text.count(said) for text in other_run.output] == [0] * 4

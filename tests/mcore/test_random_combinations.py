@@ -72,27 +72,28 @@ def draw(seed: int) -> tuple[str, list[str], list[str]]:
     """Return a schedule, flags of Megatron, and flags of this package."""
     chance = random.Random(seed)
     drawn = [
-        " ".join(chance.sample(pool, chance.randint(min(most, 1), most))) for most, pool in POOLS
+        " ".join(chance.sample(pool, chance.randint(min(max_options, 1), max_options)))
+        for max_options, pool in POOLS
     ]
-    given = "--train-iters 3 --rerun-mode disabled --pipeline-model-parallel-size 2"
-    return drawn[0], f"{given} {' '.join(drawn[1:4])}".split(), drawn[4].split()
+    common = "--train-iters 3 --rerun-mode disabled --pipeline-model-parallel-size 2"
+    return drawn[0], f"{common} {' '.join(drawn[1:4])}".split(), drawn[4].split()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(32))
 def test_a_combination_is_rejected_or_right(farm: Farm, seed: int) -> None:
-    schedule, flags, ours = draw(seed)
-    theirs = farm.run(4, *flags, "--pipeline-schedule", "1f1b")
-    if any(theirs.codes):
+    schedule, flags, package_flags = draw(seed)
+    megatron_run = farm.run(4, *flags, "--pipeline-schedule", "1f1b")
+    if any(megatron_run.codes):
         pytest.skip("Megatron does not train it either")
-    mine = farm.run(4, *flags, "--pipeline-schedule", schedule, *ours)
-    if mine.codes == [1] * 4 and "megatron-vshape: --" in mine.output[0]:
+    package_run = farm.run(4, *flags, "--pipeline-schedule", schedule, *package_flags)
+    if package_run.codes == [1] * 4 and "megatron-vshape: --" in package_run.output[0]:
         return
-    compare(mine.check(), theirs, rounded="--bf16" in flags)
+    compare(package_run.check(), megatron_run, rounded="--bf16" in flags)
 
 
-def compare(mine: Ended, theirs: Ended, rounded: bool) -> None:
-    assert len(losses(mine)) == 3
-    assert relative(losses(mine), losses(theirs)) <= (5e-3 if rounded else 2e-6)
-    norms = (mine.record["grad_norms"], theirs.record["grad_norms"])
+def compare(package_run: Ended, megatron_run: Ended, rounded: bool) -> None:
+    assert len(losses(package_run)) == 3
+    assert relative(losses(package_run), losses(megatron_run)) <= (5e-3 if rounded else 2e-6)
+    norms = (package_run.record["grad_norms"], megatron_run.record["grad_norms"])
     assert relative(*norms) <= (3e-2 if rounded else 2e-5)

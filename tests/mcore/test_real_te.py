@@ -16,13 +16,13 @@ VARIABLE = "TRANSFORMER_ENGINE_PYTHON"
 
 def directories() -> list[str]:
     """Return the directories of Transformer Engine's Python, one for each version."""
-    named = os.environ.get(VARIABLE, "")
-    if named:
-        return named.split(os.pathsep)
+    configured = os.environ.get(VARIABLE, "")
+    if configured:
+        return configured.split(os.pathsep)
     if torch.cuda.is_available():
         return []  # tests/gpu runs the real thing
-    found = importlib.util.find_spec("transformer_engine")
-    return [] if found is None or found.origin is None else [str(Path(found.origin).parents[1])]
+    spec = importlib.util.find_spec("transformer_engine")
+    return [] if spec is None or spec.origin is None else [str(Path(spec.origin).parents[1])]
 
 
 SCRIPT = str(Path(__file__).with_name("te_on_cpu.py"))
@@ -39,7 +39,7 @@ def test_gradients_equal_whole_backwards(directory: str) -> None:
     )
     assert run.returncode == 0, run.stderr[-4000:]
     results = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-    assert [each for each in results if each.get("wrong")] == []
+    assert [result for result in results if result.get("wrong")] == []
     # 4 layers, and from 2.16 on fused experts, x 3 kinds of bias x fused x first, and the version
     assert len(results) in (49, 61)
 

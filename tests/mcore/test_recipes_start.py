@@ -125,9 +125,9 @@ def examined(options: dict[str, Any]) -> ExaminedOptions:
 
 
 def said_by_doctor(options: dict[str, Any]) -> list[str]:
-    found = examined(options)
-    assert found.starts == (not found.refused and not found.missing)
-    return [each.why for each in (*found.refused, *found.missing)]
+    report = examined(options)
+    assert report.starts == (not report.refused and not report.missing)
+    return [obstacle.why for obstacle in (*report.refused, *report.missing)]
 
 
 def arguments(options: dict[str, Any]) -> Namespace:
@@ -148,25 +148,25 @@ def said_by_training(options: dict[str, Any]) -> str | None:
 
 
 def said_by_a_library(options: dict[str, Any]) -> str | None:
-    names = {each.name for each in fields(DeferredConfig)}
+    names = {field.name for field in fields(DeferredConfig)}
     config = DeferredConfig(**{name: options[name] for name in options if name in names})
     config.hidden_dropout = options.get("hidden_dropout", config.hidden_dropout)
     for name in set(options) - names:
         setattr(config, name, options[name])
-    given = {"schedule": options["pipeline_schedule"]}
+    keywords = {"schedule": options["pipeline_schedule"]}
     for name in ("layer_split", "vocab_parallel"):
         if f"pipeline_{name}" in options:
-            given[name] = options[f"pipeline_{name}"]
+            keywords[name] = options[f"pipeline_{name}"]
     try:
-        pipeline_from_config(config, options_from(given))
+        pipeline_from_config(config, options_from(keywords))
     except (ScheduleError, UnsupportedError) as error:
         return str(error)
     return None
 
 
-@pytest.mark.parametrize(("given", "why"), TABLE)
-def test_a_table_of_configurations(given: dict[str, Any], why: str | None) -> None:
-    options = DEFAULT_SEARCH | given
+@pytest.mark.parametrize(("changed", "why"), TABLE)
+def test_a_table_of_configurations(changed: dict[str, Any], why: str | None) -> None:
+    options = DEFAULT_SEARCH | changed
     by_doctor, by_training = said_by_doctor(options), said_by_training(options)
     if why is None:
         assert (by_doctor, by_training) == ([], None)
@@ -178,11 +178,11 @@ def test_a_table_of_configurations(given: dict[str, Any], why: str | None) -> No
 def generated(count: int) -> Iterator[dict[str, Any]]:
     """Yield configurations of a few of the table's options each, the same in every run."""
     draw = random.Random(36)
-    parts = [given for given, _ in TABLE if given]
+    parts = [changed for changed, _ in TABLE if changed]
     for _ in range(count):
         options = dict(DEFAULT_SEARCH)
-        for given in draw.sample(parts, draw.choice((1, 2, 2, 3))):
-            options |= given
+        for changed in draw.sample(parts, draw.choice((1, 2, 2, 3))):
+            options |= changed
         options["pipeline_schedule"] = draw.choice(("v-half", "zb-h1", "v-min", "1f1b-v"))
         yield options
 
@@ -250,12 +250,16 @@ HYBRID_RECIPES = {
 @pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
 def test_hybrid_recipes_of_bridge(schedule: str) -> None:
     file = Path(__file__).parents[1] / "data" / "bridge_recipes.json"
-    recipes = {each["recipe"]: each["options"] for each in json.loads(file.read_text())["recipes"]}
+    recipes = {
+        recipe["recipe"]: recipe["options"] for recipe in json.loads(file.read_text())["recipes"]
+    }
     hybrid = {name for name, options in recipes.items() if options.get("is_hybrid_model")}
     assert hybrid == HYBRID_RECIPES.keys()
     for name, verdicts in HYBRID_RECIPES.items():
-        found = examine(recipes[name], package_options_of(recipes[name], schedule), defaults={})
-        whys = [each.why for each in found.refused] + [UNKNOWN] * (not found.counts_layers)
+        report = examine(recipes[name], package_options_of(recipes[name], schedule), defaults={})
+        whys = [obstacle.why for obstacle in report.refused] + [UNKNOWN] * (
+            not report.counts_layers
+        )
         verdict = verdicts[schedule == "zb-h1"]
         assert len(whys) == (verdict is not None), whys
         assert verdict is None or verdict in whys[0]

@@ -22,28 +22,33 @@ def test_a_bucket_is_reduced_in_the_w_that_completes_it(
     train: Train, schedule: str, embeddings: tuple[str, ...]
 ) -> None:
     flags = ("--pipeline-schedule", schedule, *TWO_BY_TWO, *embeddings)
-    overlapping, after = train(4, *flags, *OVERLAP), train(4, *flags)
-    for mine, theirs in zip(overlapping.records, after.records, strict=True):
-        for name, gradient in theirs["gradients"].items():
-            assert torch.equal(mine["gradients"][name], gradient), name
-    assert overlapping.record["losses"] == after.record["losses"]
+    overlapping, unoverlapped = train(4, *flags, *OVERLAP), train(4, *flags)
+    for overlapped_record, unoverlapped_record in zip(
+        overlapping.records, unoverlapped.records, strict=True
+    ):
+        for name, gradient in unoverlapped_record["gradients"].items():
+            assert torch.equal(overlapped_record["gradients"][name], gradient), name
+    assert overlapping.record["losses"] == unoverlapped.record["losses"]
 
     first_rank = overlapping.records[0]["reductions"]
-    places = [Counter(where for step, where, _ in first_rank if step == each) for each in (0, 1)]
+    places = [
+        Counter(where for step, where, _ in first_rank if step == expected_step)
+        for expected_step in (0, 1)
+    ]
     assert places[0] == places[1]  # from the first step on
     # Megatron makes many buckets of a rank's first chunk and one of the others.
     assert places[0].keys() == {f"W0.{LAST}", f"W3.{LAST}"}
     assert places[0][f"W0.{LAST}"] >= 3
     # Without overlap all are reduced when every pass has run.
-    assert {where for _, where, _ in after.records[0]["reductions"]} == {None}
+    assert {where for _, where, _ in unoverlapped.records[0]["reductions"]} == {None}
 
 
 def test_distributed_optimizer_with_both_overlaps(train: Train) -> None:
     flags = ("--pipeline-schedule", "v-half", *TWO_BY_TWO, UNTIED, "--use-distributed-optimizer")
     overlapping = train(4, *flags, *OVERLAP, "--overlap-param-gather")
-    after = train(4, *flags)
-    mine, theirs = overlapping.merged("parameters"), after.merged("parameters")
-    assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+    unoverlapped = train(4, *flags)
+    actual, expected = overlapping.merged("parameters"), unoverlapped.merged("parameters")
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
     where = {where for _, where, _ in overlapping.records[0]["reductions"]}
     assert where == {f"W0.{LAST}", f"W3.{LAST}"}
 
@@ -61,9 +66,9 @@ def test_recomputed_layers_have_the_same_gradients(train: Train, options: tuple[
     flags = ("--pipeline-schedule", "v-half", "--clip-grad", "0", "--train-iters", "2", UNTIED)
     # Megatron 0.19 never ends a recomputed MLP with a bias, under its own schedules either.
     flags += ("--disable-bias-linear",)
-    recomputed, kept = train(4, *flags, *options), train(4, *flags)
-    mine, theirs = recomputed.merged("gradients"), kept.merged("gradients")
-    assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+    recomputed, stored = train(4, *flags, *options), train(4, *flags)
+    actual, expected = recomputed.merged("gradients"), stored.merged("gradients")
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
     says_so = "backward passes are not split (BW)" in recomputed.output[0]
     assert says_so == ("full" in options)
     holds_more = (
@@ -75,9 +80,11 @@ def test_recomputed_layers_have_the_same_gradients(train: Train, options: tuple[
 def test_full_recompute_with_overlap(train: Train) -> None:
     options = RECOMPUTE["full"]
     flags = ("--pipeline-schedule", "v-min", *TWO_BY_TWO, UNTIED, *options)
-    overlapping, after = train(4, *flags, *OVERLAP), train(4, *flags)
-    for mine, theirs in zip(overlapping.records, after.records, strict=True):
-        for name, gradient in theirs["gradients"].items():
-            assert torch.equal(mine["gradients"][name], gradient), name
+    overlapping, unoverlapped = train(4, *flags, *OVERLAP), train(4, *flags)
+    for overlapped_record, unoverlapped_record in zip(
+        overlapping.records, unoverlapped.records, strict=True
+    ):
+        for name, gradient in unoverlapped_record["gradients"].items():
+            assert torch.equal(overlapped_record["gradients"][name], gradient), name
     where = {where for _, where, _ in overlapping.records[0]["reductions"]}
     assert where == {f"BW0.{LAST}", f"BW3.{LAST}"}

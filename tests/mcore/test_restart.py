@@ -22,14 +22,16 @@ def test_a_step_that_failed_leaves_nothing_and_the_next_try_trains_equal(
     train: Callable[..., Ended], farm: Farm, flags: tuple[str, ...]
 ) -> None:
     plugin = Path(__file__).parent / "restarts.py"
-    given = {"fails": "B3.4", "step": 3}
-    again = farm.run(4, *flags, "--inprocess-restart", plugin=plugin, given=given).check()
-    whole = train(4, *flags)
-    assert all("the second try begins" in text for text in again.output)
-    assert sum("ended: FailedOnPurposeError" in text for text in again.output) == 1
+    settings = {"fails": "B3.4", "step": 3}
+    restarted = farm.run(4, *flags, "--inprocess-restart", plugin=plugin, given=settings).check()
+    uninterrupted = train(4, *flags)
+    assert all("the second try begins" in text for text in restarted.output)
+    assert sum("ended: FailedOnPurposeError" in text for text in restarted.output) == 1
     for key in ("losses", "grad_norms"):
-        assert again.record[key][:2] == again.record[key][2:4]  # steps 1 and 2 of both tries
-        assert again.record[key][2:] == whole.record[key]
-    mine, theirs = again.merged("parameters"), whole.merged("parameters")
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+        assert (
+            restarted.record[key][:2] == restarted.record[key][2:4]
+        )  # steps 1 and 2 of both tries
+        assert restarted.record[key][2:] == uninterrupted.record[key]
+    actual, expected = restarted.merged("parameters"), uninterrupted.merged("parameters")
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)

@@ -13,15 +13,15 @@ def test_steps_after_resuming_equal_those_without_a_stop(
     train: Callable[..., Ended], farm: Farm, tmp_path: Path
 ) -> None:
     flags = ("--pipeline-schedule", "v-half", *FIVE)
-    whole = train(4, *flags)
+    uninterrupted = train(4, *flags)
     saved = ("--save", str(tmp_path), "--save-interval", "3", "--ckpt-format", "torch_dist")
     first = farm.run(4, *flags, *saved, "--exit-interval", "3").check()
     second = farm.run(4, *flags, "--load", str(tmp_path), "--ckpt-format", "torch_dist").check()
-    assert [len(each.record["losses"]) for each in (first, second)] == [3, 2]
+    assert [len(run.record["losses"]) for run in (first, second)] == [3, 2]
     for key in ("losses", "grad_norms"):
-        assert first.record[key] + second.record[key] == whole.record[key]
-    mine, theirs = second.merged("parameters"), whole.merged("parameters")
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+        assert first.record[key] + second.record[key] == uninterrupted.record[key]
+    actual, expected = second.merged("parameters"), uninterrupted.merged("parameters")
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_sigterm_in_mid_step_saves_and_ends_all_ranks(
@@ -34,8 +34,8 @@ def test_sigterm_in_mid_step_saves_and_ends_all_ranks(
     assert len(first.record["losses"]) == 3  # the step that it came in was finished
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
     second = farm.run(4, *flags, "--load", str(tmp_path)).check()
-    whole = train(4, "--pipeline-schedule", "v-half", *FIVE)
-    assert first.record["losses"] + second.record["losses"] == whole.record["losses"]
+    uninterrupted = train(4, "--pipeline-schedule", "v-half", *FIVE)
+    assert first.record["losses"] + second.record["losses"] == uninterrupted.record["losses"]
 
 
 def test_loaders_processes_and_threads_that_send_end_with_the_trainer(farm: Farm) -> None:

@@ -113,26 +113,35 @@ def replayed(
     trainer = folder / "trainer.py"  # imported, as a library is
     trainer.write_text("from replays_routers import start")
     config = CONFIG | (RECOMPUTE if recomputes else {})
-    given = {"schedule": schedule, "options": options, "directory": str(folder), "config": config}
-    farm.run(ranks, plugin=trainer, given=given).check()
+    settings = {
+        "schedule": schedule,
+        "options": options,
+        "directory": str(folder),
+        "config": config,
+    }
+    farm.run(ranks, plugin=trainer, given=settings).check()
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
-def compare(ours: list[dict[str, Any]], plain: list[dict[str, Any]]) -> None:
-    wrong = (ours[-1]["choices"] != plain[-1]["choices"]).sum()
-    assert wrong == 0, f"{wrong} of {ours[-1]['choices'].numel()} choices are of another"
-    assert ours[-1]["recorded"] == pytest.approx(plain[-1]["recorded"], abs=1e-6)
-    assert ours[-1]["losses"] == pytest.approx(plain[-1]["losses"], abs=1e-6)
-    mine, theirs = (
+def compare(package_ranks: list[dict[str, Any]], megatron_ranks: list[dict[str, Any]]) -> None:
+    wrong = (package_ranks[-1]["choices"] != megatron_ranks[-1]["choices"]).sum()
+    assert wrong == 0, f"{wrong} of {package_ranks[-1]['choices'].numel()} choices are of another"
+    assert package_ranks[-1]["recorded"] == pytest.approx(megatron_ranks[-1]["recorded"], abs=1e-6)
+    assert package_ranks[-1]["losses"] == pytest.approx(megatron_ranks[-1]["losses"], abs=1e-6)
+    package_gradients, megatron_gradients = (
         {name: value for rank in ranks for name, value in rank["gradients"].items()}
-        for ranks in (ours, plain)
+        for ranks in (package_ranks, megatron_ranks)
     )
-    for name, value in theirs.items():
-        own = mine.get(name)
-        if own is None:  # its rows are on several ranks
-            parts = sorted(each for each in mine if each.startswith(f"{name}@"))
-            own = torch.cat([mine[each] for each in parts])[: len(value)]
-        torch.testing.assert_close(own, value, rtol=1e-5, atol=1e-6, msg=name)
+    for name, value in megatron_gradients.items():
+        gradient = package_gradients.get(name)
+        if gradient is None:  # its rows are on several ranks
+            parts = sorted(
+                part_name for part_name in package_gradients if part_name.startswith(f"{name}@")
+            )
+            gradient = torch.cat([package_gradients[part_name] for part_name in parts])[
+                : len(value)
+            ]
+        torch.testing.assert_close(gradient, value, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -156,20 +165,22 @@ def test_choices_reach_their_own_layer_and_microbatch(
     recomputes: bool,
     options: dict[str, Any],
 ) -> None:
-    plain = replayed(farm, tmp_path, None, ranks, recomputes=recomputes)
-    assert plain[-1]["losses"] != pytest.approx(plain[-1]["recorded"], abs=1e-3)
-    ours = replayed(farm, tmp_path, schedule, ranks, recomputes=recomputes, **options)
-    assert ours[0]["chunks"] == 2
-    compare(ours, plain)
+    megatron_ranks = replayed(farm, tmp_path, None, ranks, recomputes=recomputes)
+    assert megatron_ranks[-1]["losses"] != pytest.approx(megatron_ranks[-1]["recorded"], abs=1e-3)
+    package_ranks = replayed(farm, tmp_path, schedule, ranks, recomputes=recomputes, **options)
+    assert package_ranks[0]["chunks"] == 2
+    compare(package_ranks, megatron_ranks)
     # What a recomputation in B replays is used up, each once.
-    assert {left for each in ours for left in each["left"]} == {0 if recomputes else 7}
+    assert {remaining for record in package_ranks for remaining in record["left"]} == {
+        0 if recomputes else 7
+    }
 
 
 @pytest.mark.slow
 def test_choices_of_reordered_microbatches(farm: Farm, tmp_path: Path) -> None:
     costs = tmp_path / "costs.json"
     costs.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
-    plain = replayed(farm, tmp_path, None, 2, recomputes=True)
-    ours = replayed(farm, tmp_path, "auto", 2, recomputes=True, costs_file=str(costs))
-    assert all(each["order"] for each in ours)
-    compare(ours, plain)
+    megatron_ranks = replayed(farm, tmp_path, None, 2, recomputes=True)
+    package_ranks = replayed(farm, tmp_path, "auto", 2, recomputes=True, costs_file=str(costs))
+    assert all(record["order"] for record in package_ranks)
+    compare(package_ranks, megatron_ranks)

@@ -41,8 +41,8 @@ def test_the_same_numbers_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> No
     state.restore()
     assert tracker.states["model"] is generator
     assert tracker.states["old"] == 0
-    again = torch.rand(3, generator=generator), torch.rand(3)
-    assert all(map(torch.equal, first, again))
+    second = torch.rand(3, generator=generator), torch.rand(3)
+    assert all(map(torch.equal, first, second))
 
 
 def test_the_copy_counts_as_memory() -> None:
@@ -52,11 +52,11 @@ def test_the_copy_counts_as_memory() -> None:
     optimizer.step()
     backup = Backup()
     backup.save([optimizer])
-    own = static_memory([model], optimizer, post_validates=True)
+    memory = static_memory([model], optimizer, post_validates=True)
     steps = sum(state["step"].nbytes for state in optimizer.state.values())
-    assert own.copy == backup.nbytes - steps
+    assert memory.copy == backup.nbytes - steps
     without = static_memory([model], optimizer)
-    assert own.total == without.total + own.copy
+    assert memory.total == without.total + memory.copy
 
 
 def test_tensors_that_are_alike_are_copied_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_tensors_that_are_alike_are_copied_by_one_call(monkeypatch: pytest.Monke
     copy = torch._foreach_copy_
 
     def counted(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
-        calls.append({(each.device, each.dtype) for each in (*targets, *sources)})
+        calls.append({(tensor.device, tensor.dtype) for tensor in (*targets, *sources)})
         return copy(targets, sources)
 
     monkeypatch.setattr(torch, "_foreach_copy_", counted)
@@ -74,19 +74,19 @@ def test_tensors_that_are_alike_are_copied_by_one_call(monkeypatch: pytest.Monke
     optimizer = torch.optim.Adam(parameters, lr=0.1)  # or 16 bits round a step away
 
     def step() -> None:
-        sum(each.float().square().sum() for each in parameters).backward()
+        sum(parameter.float().square().sum() for parameter in parameters).backward()
         optimizer.step()
 
     def everything() -> list[torch.Tensor]:
         states = [value for state in optimizer.state.values() for value in state.values()]
-        return [each.detach().clone() for each in (*parameters, *states)]
+        return [tensor.detach().clone() for tensor in (*parameters, *states)]
 
     step()
-    before, backup = everything(), Backup()
+    originals, backup = everything(), Backup()
     backup.save([optimizer])
     step()
-    assert not any(map(torch.equal, before, everything()))
+    assert not any(map(torch.equal, originals, everything()))
     backup.restore()
-    assert all(map(torch.equal, before, everything()))
+    assert all(map(torch.equal, originals, everything()))
     assert [len(kinds) for kinds in calls] == [1, 1, 1, 1]
     assert calls[0] | calls[1] == calls[2] | calls[3]

@@ -59,9 +59,9 @@ def compare_counts(rank: int, count_of: tuple[int, ...], has_replicas: bool) -> 
 
 def test_only_dependent_ranks_need_the_same_number_of_microbatches() -> None:
     assert run_ranks(4, compare_counts, (4, 4, 3, 3), True) == [""] * 4
-    text, *others = run_ranks(4, compare_counts, (4, 4, 3, 3), False)
+    text, *other_texts = run_ranks(4, compare_counts, (4, 4, 3, 3), False)
     assert text.startswith("rank 2 runs 3 microbatches in this step, rank 0 runs 4: ")
-    assert others == [text] * 3
+    assert other_texts == [text] * 3
     assert run_ranks(2, compare_counts, (4, 3), False)[0].startswith("rank 1 runs 3 microbatches")
 
 
@@ -83,9 +83,9 @@ def test_ranks_of_several_groups_compare_through_common_ranks() -> None:
 
 
 def compare_what_b_runs(rank: int, shares: tuple[float, ...]) -> str:
-    beside = {Pass.parse("B0.0"): DeferredWgradOverlap(Pass.parse("W3.1"), shares[rank])}
+    overlaps = {Pass.parse("B0.0"): DeferredWgradOverlap(Pass.parse("W3.1"), shares[rank])}
     try:
-        Agreement().check(lower(make("v-zb", 2, 4)), beside)
+        Agreement().check(lower(make("v-zb", 2, 4)), overlaps)
     except ScheduleError as error:
         return str(error)
     return ""
@@ -100,8 +100,8 @@ def test_ranks_that_run_unlike_jobs_in_a_b_all_know() -> None:
 
 def held_by_all(rank: int) -> list[StaticMemory]:
     group = SimpleNamespace(rank=lambda: rank // 2, size=lambda: 2)
-    own = StaticMemory(10, 10, 100 if rank == 2 else rank, 0, 0)
-    return most_of_replicas(own, group, lambda each: each.total)  # type: ignore[arg-type]
+    memory = StaticMemory(10, 10, 100 if rank == 2 else rank, 0, 0)
+    return most_of_replicas(memory, group, lambda static_memory: static_memory.total)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -117,9 +117,9 @@ class Quantized(torch.Tensor):
 
     @staticmethod
     def __new__(cls, data: torch.Tensor) -> "Quantized":
-        made = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.bfloat16)
-        made.data_ = data
-        return made
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.bfloat16)
+        wrapper.data_ = data
+        return wrapper
 
     def get_data_tensors(self) -> list[torch.Tensor]:
         return [self.data_]
@@ -135,8 +135,8 @@ def test_quantized_parameters_count_as_what_they_hold() -> None:
         parameter.untyped_storage().data_ptr()
     chunk = SimpleNamespace(parameters=lambda: [parameter])
     optimizer = SimpleNamespace(param_groups=[{"params": [torch.zeros(15)]}])
-    found = static_memory([chunk], optimizer)  # type: ignore[list-item]
-    assert (found.parameters, found.optimizer) == (30, 15 * 4 + 2 * 15 * 4)
+    memory = static_memory([chunk], optimizer)  # type: ignore[list-item]
+    assert (memory.parameters, memory.optimizer) == (30, 15 * 4 + 2 * 15 * 4)
 
 
 def test_quantized_activations_count_as_what_they_hold() -> None:
@@ -159,7 +159,10 @@ def test_what_passes_allocate_and_free_is_kept_free(monkeypatch: pytest.MonkeyPa
     planner.reserve((10, 20))
     pipeline: Any = SimpleNamespace(planner=planner, options=Options("auto", 1.0))
     module = "megatron_vshape.mcore.observe.profiling"
-    monkeypatch.setattr(f"{module}.most_of_replicas", lambda own, group, size: [own, 2 * own])
+    monkeypatch.setattr(
+        f"{module}.most_of_replicas",
+        lambda local_bytes, group, size: [local_bytes, 2 * local_bytes],
+    )
     monkeypatch.setattr(f"{module}.dist.get_rank", lambda: 0)
     Profiler(pipeline, report)._keep_free(None)  # type: ignore[arg-type]
     assert planner.static_bytes == (4010, 8020)

@@ -35,12 +35,12 @@ LOOPING = [[[0, 1, 2], [5, 6]], [[3, 4], [7, 8, -1]]]
 
 
 def saved(**changed: object) -> Namespace:
-    given = {
+    settings = {
         "pipeline_model_parallel_size": 2,
         "virtual_pipeline_model_parallel_size": 2,
         "num_layers": 8,
     }
-    return Namespace(**(given | changed))
+    return Namespace(**(settings | changed))
 
 
 def test_megatrons_own_checkpoints_have_layers_in_its_order() -> None:
@@ -105,7 +105,9 @@ def test_layers_are_those_that_megatron_builds(
     layers = layers_of_megatron(config)
     assert layers is not None
     ends = {0, -1}
-    assert [[[at for at in chunk if at not in ends] for chunk in rank] for rank in layers] == [
+    assert [
+        [[layer for layer in chunk if layer not in ends] for chunk in rank] for rank in layers
+    ] == [
         [built(rank, chunk) for chunk in ([None] if chunks is None else range(chunks))]
         for rank in range(4)
     ]
@@ -113,12 +115,12 @@ def test_layers_are_those_that_megatron_builds(
 
 def test_all_ranks_have_rows_of_a_shared_vocabulary() -> None:
     stage_map = StageMap((0, 1, 1, 0), (2, 2, 2, 2))
-    whole = [[[0, 1, 2], [7, 8, -1]], [[3, 4], [5, 6]]]
-    assert layers_of_stages(stage_map) == whole
+    expected = [[[0, 1, 2], [7, 8, -1]], [[3, 4], [5, 6]]]
+    assert layers_of_stages(stage_map) == expected
     rows = layers_of_stages(stage_map, has_vocabulary_rows=True)
     assert rows == [[[0, 1, 2, -2], [7, 8, -1, -2]], [[3, 4, -2], [5, 6, -2]]]
     with pytest.raises(UnsupportedError, match="and has embedding, 1, 2, vocabulary rows | 7"):
-        check_layers(whole, rows, "/folder")
+        check_layers(expected, rows, "/folder")
 
 
 def test_optimizer_state_by_rank_is_found_among_several_optimizers() -> None:
@@ -149,8 +151,8 @@ def test_the_error_names_a_difference() -> None:
     here = [[[0], [7, 8, -1]], [[1, 2, 3, 4], [5, 6]]]
     with pytest.raises(UnsupportedError) as rejected:
         check_layers(LOOPING, here, "/folder")
-    told = "rank 0 had embedding, 1, 2 | 5, 6 and has embedding | 7, 8, output here"
-    assert told in str(rejected.value)
+    message = "rank 0 had embedding, 1, 2 | 5, 6 and has embedding | 7, 8, output here"
+    assert message in str(rejected.value)
     with pytest.raises(UnsupportedError, match="it has 2 pipeline ranks and this run 1"):
         check_layers(LOOPING, here[:1], "/folder")
 
@@ -169,16 +171,16 @@ TWO_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 
 
 def rejected(run: Ended) -> bool:
-    told = "does not work with this schedule: the checkpoint was saved with --ckpt-format torch"
-    is_told = [told in text for text in run.output]
+    message = "does not work with this schedule: the checkpoint was saved with --ckpt-format torch"
+    is_told = [message in text for text in run.output]
     return run.codes == [1, 1] and is_told == [True, False]
 
 
 def test_the_same_placement_resumes(farm: Farm, folder: Path) -> None:
-    whole = farm.run(2, *V_HALF.split(), "--train-iters", "3").check()
+    uninterrupted = farm.run(2, *V_HALF.split(), "--train-iters", "3").check()
     run = farm.run(2, "--pipeline-schedule", "v-zb", *LOADED, "--load", str(folder)).check()
     (step,) = run.record["losses"]
-    assert step["lm loss"] == pytest.approx(whole.record["losses"][2]["lm loss"], rel=1e-6)
+    assert step["lm loss"] == pytest.approx(uninterrupted.record["losses"][2]["lm loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -221,10 +223,10 @@ def test_the_fix_that_the_error_names(farm: Farm, folder: Path, tmp_path: Path) 
     assert "converted checkpoint: torch -> torch_dist" in run.output[0]
     loads = ("--ckpt-format", "torch_dist", "--load", str(tmp_path / "torch_dist"))
     flags = "--pipeline-schedule zb-h1 --train-iters 3"
-    other = farm.run(2, *flags.split(), *loads).check()
-    whole = farm.run(2, *V_HALF.split(), "--train-iters", "3").check()
-    (step,) = other.record["losses"]
-    assert step["lm loss"] == pytest.approx(whole.record["losses"][2]["lm loss"], rel=1e-6)
+    converted = farm.run(2, *flags.split(), *loads).check()
+    uninterrupted = farm.run(2, *V_HALF.split(), "--train-iters", "3").check()
+    (step,) = converted.record["losses"]
+    assert step["lm loss"] == pytest.approx(uninterrupted.record["losses"][2]["lm loss"], rel=1e-6)
 
 
 STATE = ("--use-distributed-optimizer", "--bf16", *UNTIED.split(), "--train-iters", "2")
@@ -256,9 +258,11 @@ def assert_state_equal(loaded: Ended, saved: Ended) -> None:
     loaded.check()
     assert loaded.record["losses"] == []
     for key in ("parameters", "moments"):
-        mine, theirs = loaded.by_place(key), saved.by_place(key)
-        assert mine.keys() == theirs.keys()
-        assert {name for name in theirs if not mine[name].equal(theirs[name])} == set()
+        loaded_tensors, saved_tensors = loaded.by_place(key), saved.by_place(key)
+        assert loaded_tensors.keys() == saved_tensors.keys()
+        assert {
+            name for name in saved_tensors if not loaded_tensors[name].equal(saved_tensors[name])
+        } == set()
 
 
 def test_default_optimizer_state_loads_with_the_same_layers(
@@ -302,8 +306,10 @@ def test_default_optimizer_state_of_stock_megatron_is_rejected_under_a_v(
     run = load_state(farm, folder, *V_HALF.split())
     assert_rejects_state(run, "had embedding, 1, 2, 3, 4 and has embedding, 1, 2 | 7, 8, output")
     weights = load_state(farm, folder, *V_HALF.split(), "--no-load-optim").check()
-    mine, theirs = weights.whole("parameters"), saved_run.whole("parameters")
-    assert {name for name in theirs if not mine[name].equal(theirs[name])} == set()
+    loaded_tensors, saved_tensors = weights.whole("parameters"), saved_run.whole("parameters")
+    assert {
+        name for name in saved_tensors if not loaded_tensors[name].equal(saved_tensors[name])
+    } == set()
 
 
 @pytest.mark.slow
@@ -312,11 +318,11 @@ def test_the_fixes_for_default_optimizer_state(farm: Farm, tmp_path: Path) -> No
     saved_run = save_state(farm, tmp_path / "default", *TWO_CHUNKS.split(), stock=True)
     grouped = ("--pipeline-schedule", "grouped-interleaved-1f1b")
     assert_state_equal(load_state(farm, tmp_path / "default", *grouped), saved_run)
-    more = ("--train-iters", "3", "--dist-ckpt-optim-fully-reshardable")
-    more += ("--override-opt_param-scheduler",)
+    flags = ("--train-iters", "3", "--dist-ckpt-optim-fully-reshardable")
+    flags += ("--override-opt_param-scheduler",)
     saves = ("--save", str(tmp_path / "full"), "--save-interval", "3")
-    converted = load_state(farm, tmp_path / "default", *TWO_CHUNKS.split(), *more, *saves).check()
-    loaded = load_state(farm, tmp_path / "full", *V_HALF.split(), *more)
+    converted = load_state(farm, tmp_path / "default", *TWO_CHUNKS.split(), *flags, *saves).check()
+    loaded = load_state(farm, tmp_path / "full", *V_HALF.split(), *flags)
     converted.record["losses"].clear()
     assert_state_equal(loaded, converted)
 

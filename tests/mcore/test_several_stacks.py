@@ -28,8 +28,8 @@ from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError, check_one_module
 
 SAID = "megatron-vshape: schedule zb-h1 does not work with {}: it needs one stack of layers"
-MODELS = [each for each in registry.HOOKS if each.replacement is core_hooks.several_stacks_init]
-STACKS = [each for each in MODELS if not each.attribute.startswith("GPTModel")]
+MODELS = [hook for hook in registry.HOOKS if hook.replacement is core_hooks.several_stacks_init]
+STACKS = [hook for hook in MODELS if not hook.attribute.startswith("GPTModel")]
 
 
 def empty(kind: type) -> Any:
@@ -58,12 +58,12 @@ def choose() -> None:
 
 
 def test_the_models_are_found_here() -> None:
-    assert {each.attribute.partition(".")[0] for each in STACKS} == {
+    assert {hook.attribute.partition(".")[0] for hook in STACKS} == {
         "LLaVAModel",
         "T5Model",
         "MimoModel",
     }
-    assert all(each.is_there for each in registry.examine() if each.record in STACKS)
+    assert all(hook.is_there for hook in registry.examine() if hook.record in STACKS)
 
 
 @pytest.mark.parametrize("hook", STACKS, ids=lambda hook: hook.attribute)
@@ -86,17 +86,17 @@ def test_several_modules_keep_megatrons_own_function_or_are_refused() -> None:
         in inspect.signature(schedules.get_forward_backward_func).parameters
     ):
         # from 0.19 on
-        own = schedules.get_forward_backward_func(schedule_pg_collection=modules)
-        assert own is schedules.forward_backward_pipelining_without_interleaving
+        function = schedules.get_forward_backward_func(schedule_pg_collection=modules)
+        assert function is schedules.forward_backward_pipelining_without_interleaving
         choose()
         with pytest.raises(RefusedError) as refused:
             schedules.get_forward_backward_func(schedule_pg_collection=modules)
         assert str(refused.value).startswith(SAID.format(type(modules).__name__))
-    for given in (modules, empty(MultiModulePipelineCommunicator)):
+    for collection in (modules, empty(MultiModulePipelineCommunicator)):
         with pytest.raises(
-            UnsupportedError, match=f"v-half does not work with {type(given).__name__}"
+            UnsupportedError, match=f"v-half does not work with {type(collection).__name__}"
         ):
-            check_one_module("v-half", None, given)
+            check_one_module("v-half", None, collection)
     check_one_module("v-half", None, SimpleNamespace())
 
 

@@ -54,9 +54,9 @@ def note_sums(layers: Any, calls: list[str]) -> None:
     layers.dist_reduce_scatter_func = noted(layers.dist_reduce_scatter_func)
 
 
-def options_for(function: Any, **given: Any) -> tuple[Any, ...]:
+def options_for(function: Any, **changed: Any) -> tuple[Any, ...]:
     """Return what follows input and weight in a call of this Megatron's Function."""
-    known = {
+    arguments = {
         "bias": None,
         "gradient_accumulation_fusion": False,
         "allreduce_dgrad": False,
@@ -66,13 +66,13 @@ def options_for(function: Any, **given: Any) -> tuple[Any, ...]:
         "tp_group": None,
         "gtp_remat_size": 1,  # from 0.19 on
         "output_dtype": None,  # from 0.20 on
-    } | given
+    } | changed
     names = list(inspect.signature(function.forward).parameters)
-    return tuple(known[name] for name in names[names.index("weight") + 1 :])
+    return tuple(arguments[name] for name in names[names.index("weight") + 1 :])
 
 
 def two_layers(
-    rank: int, sequence_parallel: bool, split: bool, beside: bool = False
+    rank: int, sequence_parallel: bool, split: bool, overlaps_jobs: bool = False
 ) -> tuple[list[list[float]], int, list[str]]:
     """Return gradients of two column-parallel layers, how many numbers the jobs kept, and calls.
 
@@ -94,13 +94,13 @@ def two_layers(
     parallel_state._set_global_memory_buffer()
     upstream = layers.LinearWithGradAccumulationAndAsyncCommunication
     state = StepState(splits_backward=True)
-    kept: list[torch.Tensor] = []
-    state.tracker = SimpleNamespace(add=kept.append)  # type: ignore[assignment]
+    retained: list[torch.Tensor] = []
+    state.tracker = SimpleNamespace(add=retained.append)  # type: ignore[assignment]
     function: Any = make_split_linear(state, layers, upstream)
     generator = torch.Generator().manual_seed(rank)
     weights = [torch.nn.Parameter(torch.randn(SIZE, SIZE, generator=generator)) for _ in range(2)]
     rows = TOKENS // 2 if sequence_parallel else TOKENS
-    found, outputs, inputs = [], [], []
+    results, outputs, inputs = [], [], []
     for microbatch in range(2):
         shared = torch.Generator().manual_seed(10 + microbatch + rank * sequence_parallel)
         x = torch.randn(rows, 1, SIZE, generator=shared).requires_grad_()
@@ -118,14 +118,14 @@ def two_layers(
     note_sums(layers, calls)
     for microbatch, output in enumerate(outputs):
         if split:
-            with state.jobs.collect(microbatch, 0 if beside and microbatch else None):
+            with state.jobs.collect(microbatch, 0 if overlaps_jobs and microbatch else None):
                 output.square().sum().backward()
         else:
             output.square().sum().backward()
     for microbatch in (1, 0) if split else ():
         state.jobs.run(microbatch)
-    found = [each.grad.flatten().tolist() for each in (*weights, *inputs)]
-    return found, sum(each.numel() for each in kept), calls
+    results = [tensor.grad.flatten().tolist() for tensor in (*weights, *inputs)]
+    return results, sum(tensor.numel() for tensor in retained), calls
 
 
 @functools.cache
@@ -136,15 +136,17 @@ def of_two_layers(*args: bool) -> Any:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_gradients_equal_upstreams(sequence_parallel: bool) -> None:
-    whole = of_two_layers(sequence_parallel, False)
-    split = of_two_layers(sequence_parallel, True)
-    for (theirs, none_kept, _), (mine, kept, calls) in zip(whole, split, strict=True):
-        assert none_kept == 0
-        for expected, found in zip(theirs, mine, strict=True):
-            assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    full_results = of_two_layers(sequence_parallel, False)
+    split_results = of_two_layers(sequence_parallel, True)
+    for (full_gradients, full_retained, _), (split_gradients, retained_elements, calls) in zip(
+        full_results, split_results, strict=True
+    ):
+        assert full_retained == 0
+        for expected, gradient in zip(full_gradients, split_gradients, strict=True):
+            assert gradient == pytest.approx(expected, rel=1e-5, abs=1e-5)
         # Of each input its part, of each output gradient all; the gathered buffer is not kept.
         input_rows = TOKENS // 2 if sequence_parallel else TOKENS
-        assert kept == 2 * 2 * SIZE * (input_rows + TOKENS)
+        assert retained_elements == 2 * 2 * SIZE * (input_rows + TOKENS)
         # The second gather of a W runs under the first product, and must not overwrite its input.
         gathers = ["gather", "gather"] if sequence_parallel else []
         backwards = ["sum", "wait"] * 4
@@ -155,8 +157,8 @@ def test_gradients_equal_upstreams(sequence_parallel: bool) -> None:
 def test_a_sum_over_ranks_runs_under_a_job_of_an_earlier_b(sequence_parallel: bool) -> None:
     apart = of_two_layers(sequence_parallel, True)
     together = of_two_layers(sequence_parallel, True, True)
-    for (expected, _, _), (found, _, calls) in zip(apart, together, strict=True):
-        assert found == expected  # to the last bit
+    for (expected, _, _), (gradients, _, calls) in zip(apart, together, strict=True):
+        assert gradients == expected  # to the last bit
         gather = ["gather"] if sequence_parallel else []
         first = ["sum", "wait", "sum", "wait"]
         # The gather of the second job must not be in the way of the first one's product.
@@ -180,8 +182,8 @@ def row_parallel_layer(rank: int, split: bool) -> tuple[list[list[float]], list[
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     state = StepState(splits_backward=True)
-    kept: list[torch.Tensor] = []
-    state.tracker = SimpleNamespace(add=kept.append)  # type: ignore[assignment]
+    retained: list[torch.Tensor] = []
+    state.tracker = SimpleNamespace(add=retained.append)  # type: ignore[assignment]
     name = "LinearWithGradAccumulationAndAsyncCommunication"
     setattr(layers, name, make_split_linear(state, layers, getattr(layers, name)))
     config = TransformerConfig(
@@ -214,17 +216,22 @@ def row_parallel_layer(rank: int, split: bool) -> tuple[list[list[float]], list[
     else:
         loss.backward()
     return [layer.weight.grad.flatten().tolist(), x.grad.flatten().tolist()], [
-        each.numel() for each in kept
+        tensor.numel() for tensor in retained
     ]
 
 
 def test_a_scattered_output_keeps_its_part_only() -> None:
-    whole = run_ranks(2, row_parallel_layer, False)
-    split = run_ranks(2, row_parallel_layer, True)
-    for (theirs, _), (mine, kept) in zip(whole, split, strict=True):
-        for expected, found in zip(theirs, mine, strict=True):
-            assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
-        assert kept == [TOKENS * SIZE, TOKENS // 2 * 3]  # the input, which is a part; the gradient
+    full_results = run_ranks(2, row_parallel_layer, False)
+    split_results = run_ranks(2, row_parallel_layer, True)
+    for (full_gradients, _), (split_gradients, retained_elements) in zip(
+        full_results, split_results, strict=True
+    ):
+        for expected, gradient in zip(full_gradients, split_gradients, strict=True):
+            assert gradient == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        assert retained_elements == [
+            TOKENS * SIZE,
+            TOKENS // 2 * 3,
+        ]  # the input, which is a part; the gradient
 
 
 def widened(input: Any, weight: Any, bias: None, output_dtype: Any) -> Any:
@@ -278,7 +285,7 @@ def test_the_output_may_have_another_dtype(
         monkeypatch.setattr(layers, "_linear_forward", widened)
     function: Any = make_split_linear(state, layers, upstream)
     options = options_for(upstream, output_dtype=torch.float32)
-    found = []
+    results = []
     for split in (False, True):
         generator = torch.Generator().manual_seed(0)
         input = torch.randn(6, SIZE, generator=generator).bfloat16().requires_grad_()
@@ -290,9 +297,9 @@ def test_the_output_may_have_another_dtype(
         if split:
             assert weight.grad is None
             state.jobs.run(0)
-        found.append((input.grad, weight.grad))
-    for whole, parts in zip(*found, strict=True):
-        assert torch.equal(whole, parts)
+        results.append((input.grad, weight.grad))
+    for full_gradient, split_gradient in zip(*results, strict=True):
+        assert torch.equal(full_gradient, split_gradient)
 
 
 def under_autocast(rank: int, dtype: torch.dtype, split: bool) -> list[list[float]]:
@@ -305,12 +312,14 @@ def under_autocast(rank: int, dtype: torch.dtype, split: bool) -> list[list[floa
     from megatron_vshape.mcore.split.linear_layers import make_split_linear
     from megatron_vshape.mcore.step_state import StepState
 
-    theirs = layers.LinearWithGradAccumulationAndAsyncCommunication
+    megatron_function = layers.LinearWithGradAccumulationAndAsyncCommunication
     layers.custom_bwd = functools.partial(torch.amp.custom_bwd, device_type="cpu")
 
-    class Upstream(theirs):  # type: ignore[misc, valid-type]
-        forward = staticmethod(torch.amp.custom_fwd(inner(theirs.forward), device_type="cpu"))
-        backward = staticmethod(layers.custom_bwd(inner(theirs.backward)))
+    class Upstream(megatron_function):  # type: ignore[misc, valid-type]
+        forward = staticmethod(
+            torch.amp.custom_fwd(inner(megatron_function.forward), device_type="cpu")
+        )
+        backward = staticmethod(layers.custom_bwd(inner(megatron_function.backward)))
 
     state = StepState(splits_backward=True)
     function: Any = make_split_linear(state, layers, Upstream)
@@ -324,7 +333,7 @@ def under_autocast(rank: int, dtype: torch.dtype, split: bool) -> list[list[floa
         output.square().sum().backward()
     if split:
         state.jobs.run(0)
-    return [each.grad.flatten().tolist() for each in (x, weight, bias)]
+    return [tensor.grad.flatten().tolist() for tensor in (x, weight, bias)]
 
 
 def inner(function: Any) -> Any:
@@ -334,8 +343,10 @@ def inner(function: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_is_that_of_the_forward(dtype: torch.dtype) -> None:
-    whole, split = (run_ranks(1, under_autocast, dtype, each) for each in (False, True))
-    assert split == whole
+    full_gradients, split_gradients = (
+        run_ranks(1, under_autocast, dtype, is_split) for is_split in (False, True)
+    )
+    assert split_gradients == full_gradients
 
 
 def kernels_called(rank: int) -> tuple[list[str], list[list[float]]]:
@@ -387,9 +398,9 @@ def kernels_called(rank: int) -> tuple[list[str], list[list[float]]]:
 
 
 def test_the_same_kernel_adds_whichever_backward_runs() -> None:
-    ((called, (whole, split)),) = run_ranks(1, kernels_called)
+    ((called, (full_kernels, split_kernels)),) = run_ranks(1, kernels_called)
     assert called == ["apex", "apex"]
-    assert split == whole
+    assert split_kernels == full_kernels
 
 
 WHOLE = {
@@ -412,18 +423,21 @@ def whole_in_a_pass(rank: int) -> dict[tuple[bool, bool], tuple[bool, bool, floa
 
     layers.fused_weight_gradient_mlp_cuda = TorchFusedKernels
     upstream = layers.LinearWithGradAccumulationAndAsyncCommunication
-    found = {}
+    results = {}
     for runs, fused in WHOLE:
         state = StepState(splits_backward=True, running_chunk=0 if runs else None)
         weight: Any = torch.nn.Parameter(torch.ones(SIZE, SIZE))
         weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(SIZE, SIZE), False
-        given = {"gradient_accumulation_fusion": fused, "tp_group": torch.distributed.group.WORLD}
+        arguments = {
+            "gradient_accumulation_fusion": fused,
+            "tp_group": torch.distributed.group.WORLD,
+        }
         x = torch.ones(TOKENS, 1, SIZE, requires_grad=True)
         function: Any = make_split_linear(state, layers, upstream)
-        function.apply(x, weight, *options_for(upstream, **given)).sum().backward()
-        told = weight.grad is not None, weight.grad_added_to_main_grad
-        found[runs, fused] = (*told, weight.main_grad.sum().item())
-    return found
+        function.apply(x, weight, *options_for(upstream, **arguments)).sum().backward()
+        flags = weight.grad is not None, weight.grad_added_to_main_grad
+        results[runs, fused] = (*flags, weight.main_grad.sum().item())
+    return results
 
 
 def test_a_whole_backward_of_a_pass_leaves_no_dummy_gradient() -> None:

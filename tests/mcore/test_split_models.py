@@ -23,13 +23,13 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_gradients_equal_1f1b(train: Callable[..., Ended], model: str) -> None:
     flags = (*model.split(), UNTIED, "--clip-grad", "0", "--train-iters", "2")
-    theirs = train(4, "--pipeline-schedule", "1f1b", *flags)
-    ours = train(4, "--pipeline-schedule", "v-half", *flags)
-    expected, found = theirs.merged("gradients"), ours.merged("gradients")
-    assert expected.keys() == found.keys()
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags)
+    package_run = train(4, "--pipeline-schedule", "v-half", *flags)
+    expected, actual = megatron_run.merged("gradients"), package_run.merged("gradients")
+    assert expected.keys() == actual.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
-    assert ours.record["losses"] == theirs.record["losses"]
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+    assert package_run.record["losses"] == megatron_run.record["losses"]
 
 
 LATENT = (
@@ -44,13 +44,15 @@ LATENT = (
 def test_multi_latent_attention(farm: Farm, schedule: str, rope: str) -> None:
     plugin = Path(__file__).with_name("latent_attention.py")
     flags = (*LATENT.split(), UNTIED, "--clip-grad", "0", "--train-iters", "2", "--rope-type", rope)
-    theirs = farm.run(4, "--pipeline-schedule", "1f1b", *flags, plugin=plugin).check()
-    ours = farm.run(4, "--pipeline-schedule", *schedule.split(), *flags, plugin=plugin).check()
-    expected, found = theirs.merged("gradients"), ours.merged("gradients")
+    megatron_run = farm.run(4, "--pipeline-schedule", "1f1b", *flags, plugin=plugin).check()
+    package_run = farm.run(
+        4, "--pipeline-schedule", *schedule.split(), *flags, plugin=plugin
+    ).check()
+    expected, actual = megatron_run.merged("gradients"), package_run.merged("gradients")
     assert any("linear_kv_up_proj" in name for name in expected)
-    assert expected.keys() == found.keys()
+    assert expected.keys() == actual.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
     if "slices" not in schedule:  # which add up in another order
-        assert ours.record["losses"] == theirs.record["losses"]
-    assert "stay in B, because" not in ours.output[0]  # all its products are put off
+        assert package_run.record["losses"] == megatron_run.record["losses"]
+    assert "stay in B, because" not in package_run.output[0]  # all its products are put off

@@ -19,5 +19,5 @@ def test_a_stalled_forward_is_reported_by_every_rank(farm: Farm) -> None:
         said = WAITS.search(text)
         assert said is not None, text[-2000:]
         assert int(said[1]) == rank
-    told = "F3.1 waits for F2.1 from rank 2 (device 2), and nothing has moved for 4 s"
-    assert told in run.output[3]
+    message = "F3.1 waits for F2.1 from rank 2 (device 2), and nothing has moved for 4 s"
+    assert message in run.output[3]

@@ -63,26 +63,28 @@ def train(
 ) -> Iterator[Train]:
     """Return what trains on four ranks with one version of Transformer Engine."""
     farm = Farm(tmp_path_factory.mktemp("te"), transformer_engine=request.param)
-    done: dict[str, Ended] = {}
+    finished: dict[str, Ended] = {}
 
     def run(flags: str, plugin: str | None = None) -> Ended:
-        if flags not in done:
+        if flags not in finished:
             without = () if UNFUSED in flags else (UNFUSED,)
             path = None if plugin is None else Path(plugin)
-            done[flags] = farm.run(4, *TE.split(), *flags.split(), without=without, plugin=path)
-        return done[flags].check()
+            finished[flags] = farm.run(4, *TE.split(), *flags.split(), without=without, plugin=path)
+        return finished[flags].check()
 
     yield run
     farm.close()
 
 
-def assert_gradients_equal(ours: Ended, theirs: Ended) -> None:
-    expected, found = theirs.by_place("gradients"), ours.by_place("gradients")
+def assert_gradients_equal(package_run: Ended, megatron_run: Ended) -> None:
+    expected, actual = megatron_run.by_place("gradients"), package_run.by_place("gradients")
     assert any("layer_norm_weight" in name for name, *_ in expected)  # TE's fused layers
-    assert expected.keys() == found.keys()
+    assert expected.keys() == actual.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7, msg=str(name))
-    for mine, yours in zip(ours.record["losses"], theirs.record["losses"], strict=True):
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-5, atol=1e-7, msg=str(name))
+    for mine, yours in zip(
+        package_run.record["losses"], megatron_run.record["losses"], strict=True
+    ):
         assert mine == pytest.approx(yours, rel=1e-6)
 
 
@@ -92,33 +94,41 @@ def assert_gradients_equal(ours: Ended, theirs: Ended) -> None:
     [pytest.param(name, marks=[needs_hybrid] * (name == "hybrid")) for name in MODELS],
 )
 def test_gradients_equal_1f1b(train: Train, model: str, schedule: str) -> None:
-    ours = train(f"--pipeline-schedule {schedule} {MODELS[model]}")
-    assert_gradients_equal(ours, train(f"--pipeline-schedule 1f1b {MODELS[model]}"))
-    says_why = "stay in B, because" in ours.output[0]
+    package_run = train(f"--pipeline-schedule {schedule} {MODELS[model]}")
+    assert_gradients_equal(package_run, train(f"--pipeline-schedule 1f1b {MODELS[model]}"))
+    says_why = "stay in B, because" in package_run.output[0]
     assert not says_why, "a linear layer of TE's is not split"
 
 
 @pytest.mark.parametrize("fusion", [UNFUSED, ""], ids=["unfused", "fused"])
 def test_a_bucket_is_reduced_in_the_w_that_completes_it(train: Train, fusion: str) -> None:
     flags = f"--pipeline-schedule v-half {TWO_BY_TWO} {fusion}"
-    overlapping, after = train(f"{flags} {OVERLAP}"), train(flags)
-    for mine, theirs in zip(overlapping.records, after.records, strict=True):
-        for name, gradient in theirs["gradients"].items():
-            assert torch.equal(mine["gradients"][name], gradient), name
+    overlapping, unoverlapped = train(f"{flags} {OVERLAP}"), train(flags)
+    for overlapped_record, unoverlapped_record in zip(
+        overlapping.records, unoverlapped.records, strict=True
+    ):
+        for name, gradient in unoverlapped_record["gradients"].items():
+            assert torch.equal(overlapped_record["gradients"][name], gradient), name
     for step in (0, 1):
-        where = {where for each, where, _ in overlapping.records[0]["reductions"] if each == step}
+        where = {
+            where
+            for reduction_step, where, _ in overlapping.records[0]["reductions"]
+            if reduction_step == step
+        }
         assert where == {"W0.3", "W3.3"}
-    assert {where for _, where, _ in after.records[0]["reductions"]} == {None}
+    assert {where for _, where, _ in unoverlapped.records[0]["reductions"]} == {None}
 
 
 def test_te_s_adam_and_a_sharded_optimizer_in_bf16(train: Train) -> None:
     flags = f"{TWO_BY_TWO} --bf16 {SHARDED}"
-    ours, theirs = (train(f"--pipeline-schedule {each} {flags}") for each in ("v-half", "1f1b"))
-    assert ours.record["losses"] == theirs.record["losses"]
-    mine, yours = ours.by_place("parameters"), theirs.by_place("parameters")
+    package_run, megatron_run = (
+        train(f"--pipeline-schedule {schedule} {flags}") for schedule in ("v-half", "1f1b")
+    )
+    assert package_run.record["losses"] == megatron_run.record["losses"]
+    mine, yours = package_run.by_place("parameters"), megatron_run.by_place("parameters")
     assert mine.keys() == yours.keys()
     assert [name for name in yours if not torch.equal(mine[name], yours[name])] == []
-    assert any(name.endswith("exp_avg") for name, *_ in ours.by_place("moments"))
+    assert any(name.endswith("exp_avg") for name, *_ in package_run.by_place("moments"))
 
 
 @pytest.mark.parametrize(
@@ -127,15 +137,17 @@ def test_te_s_adam_and_a_sharded_optimizer_in_bf16(train: Train) -> None:
 )
 def test_slices_are_whole_microbatches_to_rounding(train: Train, model: str) -> None:
     """By the mask that ends at the bottom right; sums of weight gradients are made in parts."""
-    theirs = train(f"--pipeline-schedule 1f1b {MODELS[model]} {UNFUSED}")
-    ours = train(f"--pipeline-schedule v-zb --pipeline-slices 4 {MODELS[model]} {UNFUSED}")
-    expected, found = theirs.by_place("gradients"), ours.by_place("gradients")
-    assert expected.keys() == found.keys()
-    most = 2e-2 if model == "bf16" else 1e-5
+    megatron_run = train(f"--pipeline-schedule 1f1b {MODELS[model]} {UNFUSED}")
+    package_run = train(f"--pipeline-schedule v-zb --pipeline-slices 4 {MODELS[model]} {UNFUSED}")
+    expected, actual = megatron_run.by_place("gradients"), package_run.by_place("gradients")
+    assert expected.keys() == actual.keys()
+    max_difference = 2e-2 if model == "bf16" else 1e-5
     for name, gradient in expected.items():
-        apart = (found[name] - gradient).abs().max() / gradient.abs().max()
-        assert apart <= most, (name, apart)
-    for mine, yours in zip(ours.record["losses"], theirs.record["losses"], strict=True):
+        apart = (actual[name] - gradient).abs().max() / gradient.abs().max()
+        assert apart <= max_difference, (name, apart)
+    for mine, yours in zip(
+        package_run.record["losses"], megatron_run.record["losses"], strict=True
+    ):
         assert mine == pytest.approx(yours, rel=1e-2 if model == "bf16" else 1e-6)
 
 
@@ -145,11 +157,11 @@ def test_slices_add_up_where_layers_hear_of_the_first_microbatch(
 ) -> None:
     """TE's backward of that microbatch would overwrite main_grad; with slices it is not first."""
     fused = f"{MODELS['fused']} {fp8_unquantized.FLAGS}"
-    theirs = train(f"--pipeline-schedule 1f1b {fused}", plugin=fp8_unquantized.__file__)
+    megatron_run = train(f"--pipeline-schedule 1f1b {fused}", plugin=fp8_unquantized.__file__)
     flags = f"--pipeline-schedule {schedule} --pipeline-slices 2 {fused}"
-    ours = train(flags, plugin=fp8_unquantized.__file__)
-    expected, found = theirs.by_place("gradients"), ours.by_place("gradients")
-    assert expected.keys() == found.keys()
+    package_run = train(flags, plugin=fp8_unquantized.__file__)
+    expected, actual = megatron_run.by_place("gradients"), package_run.by_place("gradients")
+    assert expected.keys() == actual.keys()
     for name, gradient in expected.items():
-        apart = (found[name] - gradient).abs().max() / gradient.abs().max()
+        apart = (actual[name] - gradient).abs().max() / gradient.abs().max()
         assert apart <= 1e-5, (name, apart)

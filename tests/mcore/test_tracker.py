@@ -25,12 +25,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("left", ["", "\n", "1x", "-", "½"])
-def test_a_tracker_that_was_cut_off_names_the_newest_whole(folder: Path, left: str) -> None:
-    (folder / TRACKER).write_text(left)
+@pytest.mark.parametrize("content", ["", "\n", "1x", "-", "½"])
+def test_a_tracker_that_was_cut_off_names_the_newest_whole(folder: Path, content: str) -> None:
+    (folder / TRACKER).write_text(content)
     repair_tracker(folder / TRACKER)
     assert (folder / TRACKER).read_text() == "10"
-    assert not [each for each in folder.iterdir() if each.name.startswith(".")]
+    assert not [file for file in folder.iterdir() if file.name.startswith(".")]
 
 
 @pytest.mark.parametrize("text", ["2", "12\n", "release"])
@@ -63,18 +63,18 @@ def test_a_disk_that_is_still_full_is_told(
     assert (folder / TRACKER).read_text() == ""
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_it_is_made_good_before_any_pipeline_is_known(folder: Path, named: bool) -> None:
+@pytest.mark.parametrize("is_named", [True, False])
+def test_it_is_made_good_before_any_pipeline_is_known(folder: Path, is_named: bool) -> None:
     """As with --use-checkpoint-args, which reads it before the arguments are validated.
 
     Where no schedule is asked for it is Megatron's alone.
     """
     (folder / TRACKER).touch()
     session = Session()
-    session.names_schedule = named
+    session.names_schedule = is_named
 
     def upstream(tracker_filename: str) -> str:
         return Path(tracker_filename).read_text()
 
     read = read_metadata(session, upstream)
-    assert read(str(folder / TRACKER)) == ("10" if named else "")
+    assert read(str(folder / TRACKER)) == ("10" if is_named else "")

@@ -23,9 +23,9 @@ SIX = ("--train-iters", "6", "--eval-interval", "6", "--eval-iters", "2")
 TWO = ("--train-iters", "2")
 
 
-def relative(ours: list[float], theirs: list[float]) -> float:
-    assert len(ours) == len(theirs)
-    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+def relative(package_values: list[float], megatron_values: list[float]) -> float:
+    assert len(package_values) == len(megatron_values)
+    return max(abs(a - b) / abs(b) for a, b in zip(package_values, megatron_values, strict=True))
 
 
 def losses(run: Ended) -> list[float]:
@@ -33,16 +33,22 @@ def losses(run: Ended) -> list[float]:
 
 
 def assert_equal_training(
-    ours: Ended, theirs: Ended, loss: float = 1e-6, grad_norm: float = 1e-5, weights: float = 1e-5
+    package_run: Ended,
+    megatron_run: Ended,
+    loss: float = 1e-6,
+    grad_norm: float = 1e-5,
+    weights: float = 1e-5,
 ) -> None:
-    assert relative(losses(ours), losses(theirs)) <= loss
-    norms = (ours.record["grad_norms"], theirs.record["grad_norms"])
+    assert relative(losses(package_run), losses(megatron_run)) <= loss
+    norms = (package_run.record["grad_norms"], megatron_run.record["grad_norms"])
     assert relative(*norms) <= grad_norm
     # The norm adds up the stages in another order; weights clipped by it differ in a last bit.
-    evaluations = zip(ours.record["evaluations"], theirs.record["evaluations"], strict=True)
-    for found, expected in evaluations:
-        assert found["lm loss"] == pytest.approx(expected["lm loss"], rel=loss)
-    mine, yours = ours.merged("parameters"), theirs.merged("parameters")
+    evaluations = zip(
+        package_run.record["evaluations"], megatron_run.record["evaluations"], strict=True
+    )
+    for evaluation, expected in evaluations:
+        assert evaluation["lm loss"] == pytest.approx(expected["lm loss"], rel=loss)
+    mine, yours = package_run.merged("parameters"), megatron_run.merged("parameters")
     assert mine.keys() == yours.keys()
     for name in mine:
         torch.testing.assert_close(mine[name], yours[name], rtol=0, atol=weights, msg=name)
@@ -53,20 +59,22 @@ def assert_equal_training(
 def test_six_steps_equal_megatrons_1f1b(
     train: Train, schedule: str, embeddings: tuple[str, ...]
 ) -> None:
-    theirs = train(4, "--pipeline-schedule", "1f1b", *SIX, *embeddings)
-    ours = train(4, "--pipeline-schedule", schedule, *SIX, *embeddings)
-    assert len(losses(ours)) == 6
-    assert losses(ours)[-1] < losses(ours)[0]
-    assert ours.record["evaluations"]
-    assert_equal_training(ours, theirs)
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *SIX, *embeddings)
+    package_run = train(4, "--pipeline-schedule", schedule, *SIX, *embeddings)
+    assert len(losses(package_run)) == 6
+    assert losses(package_run)[-1] < losses(package_run)[0]
+    assert package_run.record["evaluations"]
+    assert_equal_training(package_run, megatron_run)
 
 
 def test_losses_are_in_the_log_and_the_schedule_is_told_once(train: Train) -> None:
     run = train(4, "--pipeline-schedule", "v-half", *SIX)
     assert run.output[3].count("lm loss: ") == 6
     assert "validation loss at iteration 6" in run.output[3]
-    told = [text.count("pipeline schedule v-half, 4 ranks, 8 microbatches") for text in run.output]
-    assert told == [1, 0, 0, 0]
+    counts = [
+        text.count("pipeline schedule v-half, 4 ranks, 8 microbatches") for text in run.output
+    ]
+    assert counts == [1, 0, 0, 0]
     assert "75 % of 1F1B at PP 4" in run.output[0]
     (line,) = [line for line in run.output[0].splitlines() if "tokens/s" in line]
     assert line.startswith("v-half: ")
@@ -106,9 +114,9 @@ def test_megatrons_options_change_nothing(train: Train, options: str) -> None:
     flags = options.split()
     if "tied" not in options and "swiglu" not in options:
         flags.append(UNTIED)
-    theirs = train(4, *TWO, "--pipeline-schedule", "1f1b", *flags)
-    ours = train(4, *TWO, "--pipeline-schedule", "v-half", *flags)
-    assert_equal_training(ours, theirs)
+    megatron_run = train(4, *TWO, "--pipeline-schedule", "1f1b", *flags)
+    package_run = train(4, *TWO, "--pipeline-schedule", "v-half", *flags)
+    assert_equal_training(package_run, megatron_run)
 
 
 GROWING = (
@@ -124,35 +132,35 @@ CONSTANT = "--train-iters", "--global-batch-size"
 def test_batches_that_grow(train: Train) -> None:
     """Up to Megatron 0.17 only where training is counted in samples."""
     flags = (*GROWING, "--train-samples", "40", UNTIED)
-    theirs = train(4, "--pipeline-schedule", "1f1b", *flags, without=CONSTANT)
-    ours = train(4, "--pipeline-schedule", "v-half", *flags, without=CONSTANT)
-    assert len(losses(theirs)) == 4 + 3
-    assert_equal_training(ours, theirs)
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags, without=CONSTANT)
+    package_run = train(4, "--pipeline-schedule", "v-half", *flags, without=CONSTANT)
+    assert len(losses(megatron_run)) == 4 + 3
+    assert_equal_training(package_run, megatron_run)
 
 
 @pytest.mark.slow
 def test_fused_accumulation_without_apex(train: Train) -> None:
-    theirs = train(4, "--pipeline-schedule", "1f1b", *TWO)
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *TWO)
     without = ("--no-gradient-accumulation-fusion",)
-    ours = train(4, "--pipeline-schedule", "v-half", *TWO, without=without)
-    assert_equal_training(ours, theirs)
+    package_run = train(4, "--pipeline-schedule", "v-half", *TWO, without=without)
+    assert_equal_training(package_run, megatron_run)
 
 
 @pytest.mark.slow
 def test_fp16_with_a_loss_scale(train: Train) -> None:
     flags = ("--fp16", "--initial-loss-scale", "1024", *TWO, UNTIED)
-    theirs = train(4, "--pipeline-schedule", "1f1b", *flags)
-    ours = train(4, "--pipeline-schedule", "v-half", *flags)
-    assert_equal_training(ours, theirs, loss=1e-5, grad_norm=1e-3, weights=1e-3)
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags)
+    package_run = train(4, "--pipeline-schedule", "v-half", *flags)
+    assert_equal_training(package_run, megatron_run, loss=1e-5, grad_norm=1e-3, weights=1e-3)
 
 
 @pytest.mark.slow
 def test_mixture_of_experts(train: Train) -> None:
     flags = ("--num-experts", "4", "--moe-router-load-balancing-type", "aux_loss", *TWO, UNTIED)
     flags += ("--moe-aux-loss-coeff", "1e-2", "--disable-bias-linear")
-    theirs = train(4, "--pipeline-schedule", "1f1b", *flags)
-    ours = train(4, "--pipeline-schedule", "v-half", *flags)
-    assert_equal_training(ours, theirs)
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags)
+    package_run = train(4, "--pipeline-schedule", "v-half", *flags)
+    assert_equal_training(package_run, megatron_run)
 
 
 def all_forwards_first(placement: Placement, num_devices: int, microbatches: int) -> Schedule:
@@ -183,19 +191,19 @@ def test_a_schedule_file_may_place_stages_anywhere(
     file = tmp_path / "schedule.json"
     file.write_text(all_forwards_first(placement, 4, 8).to_json())
     flags = (*TWO, "--eval-interval", "2", "--eval-iters", "1", *flags)
-    theirs = train(4, "--pipeline-schedule", "1f1b", *flags)
-    ours = train(4, "--pipeline-schedule", str(file), *flags)
-    assert_equal_training(ours, theirs)
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags)
+    package_run = train(4, "--pipeline-schedule", str(file), *flags)
+    assert_equal_training(package_run, megatron_run)
 
 
 @pytest.mark.slow
 def test_an_exported_1f1b_equals_megatrons(train: Train, tmp_path: Path) -> None:
     file = tmp_path / "1f1b.json"
     file.write_text(make("1f1b", 4, 8).to_json())
-    theirs = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
-    ours = train(4, "--pipeline-schedule", str(file), *TWO, UNTIED)
-    assert losses(ours) == losses(theirs)
-    mine, yours = ours.merged("gradients"), theirs.merged("gradients")
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
+    package_run = train(4, "--pipeline-schedule", str(file), *TWO, UNTIED)
+    assert losses(package_run) == losses(megatron_run)
+    mine, yours = package_run.merged("gradients"), megatron_run.merged("gradients")
     assert all(torch.equal(mine[name], yours[name]) for name in yours)
 
 
@@ -208,26 +216,26 @@ REST_OF_THE_CATALOGUE = [
 
 @pytest.mark.parametrize("schedule", REST_OF_THE_CATALOGUE)
 def test_every_schedule_of_the_catalogue_trains(train: Train, schedule: str) -> None:
-    theirs = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
-    ours = train(4, "--pipeline-schedule", schedule, *TWO, UNTIED)
-    assert f"pipeline schedule {schedule}, 4 ranks" in ours.output[0]
-    assert_equal_training(ours, theirs)
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
+    package_run = train(4, "--pipeline-schedule", schedule, *TWO, UNTIED)
+    assert f"pipeline schedule {schedule}, 4 ranks" in package_run.output[0]
+    assert_equal_training(package_run, megatron_run)
 
 
 def test_interleaved_1f1b_is_megatrons_with_two_chunks(train: Train) -> None:
-    theirs = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
     interleaved = train(4, "--pipeline-schedule", "interleaved-1f1b", *TWO, UNTIED)
-    assert_equal_training(interleaved, theirs)
+    assert_equal_training(interleaved, megatron_run)
     assert "Number of virtual stages per pipeline stage: 2" in interleaved.output[0]
 
 
 def test_one_rank_simply_trains(train: Train) -> None:
-    theirs = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
-    assert_equal_training(train(1, "--pipeline-schedule", "v-half", *TWO, UNTIED), theirs)
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
+    assert_equal_training(train(1, "--pipeline-schedule", "v-half", *TWO, UNTIED), megatron_run)
 
 
 def test_two_ranks_and_few_microbatches(train: Train) -> None:
     flags = (*TWO, UNTIED, "--global-batch-size", "2", "--no-overlap-p2p-communication")
-    theirs = train(2, "--pipeline-schedule", "1f1b", *flags)
+    megatron_run = train(2, "--pipeline-schedule", "1f1b", *flags)
     for schedule in ("v-min", "v-half", "v-zb"):
-        assert_equal_training(train(2, "--pipeline-schedule", schedule, *flags), theirs)
+        assert_equal_training(train(2, "--pipeline-schedule", schedule, *flags), megatron_run)

@@ -28,13 +28,13 @@ RECIPES = Path(__file__).parents[1] / "data" / "bridge_recipes.json"
 
 def layouts_of_recipes() -> dict[str, tuple[Any, int]]:
     """Return every layout of the published recipes, with the pipeline ranks that it is for."""
-    found = {}
+    layouts_by_name = {}
     for recipe in json.loads(RECIPES.read_text())["recipes"]:
         layout = recipe["options"].get("pipeline_model_parallel_layout")
         if layout is not None:
             ranks = recipe["options"]["pipeline_model_parallel_size"]
-            found[f"{ranks} {layout}"] = layout, ranks
-    return found
+            layouts_by_name[f"{ranks} {layout}"] = layout, ranks
+    return layouts_by_name
 
 
 def counts(layers: str) -> tuple[int, ...]:
@@ -54,22 +54,24 @@ class TestLayouts:
     def test_it_is_read_as_megatron_reads_it(self, name: str) -> None:
         layouts = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
         layout, ranks = layouts_of_recipes()[name]
-        theirs = layouts.PipelineParallelLayerLayout(layout, ranks)
-        chunks = range(theirs.virtual_pipeline_model_parallel_size)
-        stages = [theirs.layout[rank][chunk] for chunk in chunks for rank in range(ranks)]
+        megatron_layout = layouts.PipelineParallelLayerLayout(layout, ranks)
+        chunks = range(megatron_layout.virtual_pipeline_model_parallel_size)
+        stages = [megatron_layout.layout[rank][chunk] for chunk in chunks for rank in range(ranks)]
         layers = tuple(stage.count(layouts.LayerType.decoder) for stage in stages)
-        expected = layers, theirs.flatten_layout.count(layouts.LayerType.mtp)
+        expected = layers, megatron_layout.flatten_layout.count(layouts.LayerType.mtp)
         assert layers_in(layout) == expected
-        assert layers_in(theirs) == expected  # Megatron's own object
+        assert layers_in(megatron_layout) == expected  # Megatron's own object
 
     @pytest.mark.parametrize("layers", [(3, 4, 4, 2), (0, 5, 5, 0), (2,) * 16, (1, 2, 3, 3, 3, 0)])
     def test_one_is_written_as_megatron_reads_it(self, layers: tuple[int, ...]) -> None:
         layouts = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
         for predicting in (0, 1):
-            told = layout_of(layers, predicting)
-            assert layers_in(told) == (layers, predicting)
-            theirs = layouts.PipelineParallelLayerLayout.from_str(told, len(layers) // 2)
-            assert layers_in(theirs) == (layers, predicting)
+            layout_text = layout_of(layers, predicting)
+            assert layers_in(layout_text) == (layers, predicting)
+            megatron_layout = layouts.PipelineParallelLayerLayout.from_str(
+                layout_text, len(layers) // 2
+            )
+            assert layers_in(megatron_layout) == (layers, predicting)
 
     def test_some_have_multi_token_prediction(self) -> None:
         counts = [layers_in(layout)[1] for layout, _ in layouts_of_recipes().values()]
@@ -114,7 +116,7 @@ class TestLayouts:
         )
         translated = translate(options, v_shape(2))
         assert translated.layer_split == "auto"
-        assert [str(each) for each in translated.notices] == [
+        assert [str(notice) for notice in translated.notices] == [
             "pipeline_model_parallel_layout Et|tt|ttL: its 3 stages are no multiple or part of the "
             "schedule's 4; --pipeline-layer-split auto instead: layers per stage auto"
         ]
@@ -161,10 +163,10 @@ class TestLayouts:
         assert str(notice).endswith(": its 4 stages as the schedule's 2: layers per stage 3,0")
 
     def test_the_layout_of_this_package_is_left_alone(self) -> None:
-        own = SimpleNamespace(stage_map=object())
-        options = Namespace(pipeline_model_parallel_layout=own)
+        stage_layout = SimpleNamespace(stage_map=object())
+        options = Namespace(pipeline_model_parallel_layout=stage_layout)
         assert translate(options, v_shape(2)).notices == ()
-        assert options.pipeline_model_parallel_layout is own
+        assert options.pipeline_model_parallel_layout is stage_layout
 
 
 class TestEnds:
@@ -286,7 +288,7 @@ class TestTheRest:
         options = Namespace(tp_comm_overlap=overlaps, tp_comm_bulk_wgrad=True)
         notices = translate(options, v_shape(4)).notices
         assert options == Namespace(tp_comm_overlap=overlaps, tp_comm_bulk_wgrad=not overlaps)
-        assert ["overlaps of tp_comm_overlap stay" in str(each) for each in notices] == (
+        assert ["overlaps of tp_comm_overlap stay" in str(notice) for notice in notices] == (
             [True] * overlaps
         )
 
@@ -341,14 +343,14 @@ class TestTheRest:
         )
         translated = translate(options, v_shape(2), "2,3,2,1")
         assert translated.layer_split == "2,3,2,1"
-        assert [str(each) for each in translated.notices] == [
+        assert [str(notice) for notice in translated.notices] == [
             f"{option}: ignored, --pipeline-layer-split defines the layers of each stage"
             for option in (
                 "pipeline_model_parallel_layout nonsense",
                 "decoder_last_pipeline_num_layers 1",
             )
         ]
-        assert {each.outcome for each in translated.notices} == {Treatment.SET_ASIDE}
+        assert {notice.outcome for notice in translated.notices} == {Treatment.SET_ASIDE}
 
     def test_two_options_cannot_both_decide(self) -> None:
         options = Namespace(
@@ -393,7 +395,7 @@ class TestTheRest:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected", "lines"),
+    ("settings", "expected", "lines"),
     [
         ({"pipeline_model_parallel_layout": "Et|(tt|)*6tL"}, "1,2,2,2,2,2,2,1", 1),
         (
@@ -416,7 +418,7 @@ class TestTheRest:
     ],
     ids=["layout", "counted ends", "first and last"],
 )
-def test_a_config_before_it_is_checked(given: dict[str, Any], expected: str, lines: int) -> None:
+def test_a_config_before_it_is_checked(settings: dict[str, Any], expected: str, lines: int) -> None:
     """As a library's provider, which is a TransformerConfig, comes by."""
     transformer = pytest.importorskip("megatron.core.transformer")
     from megatron_vshape.mcore.layout.stage_map import StageMap
@@ -436,7 +438,7 @@ def test_a_config_before_it_is_checked(given: dict[str, Any], expected: str, lin
         num_attention_heads=1,
         pipeline_model_parallel_size=4,
         pipeline_dtype=torch.float32,
-        **given,
+        **settings,
     )
     assert config.translated.layer_split == expected
     assert len(config.translated.notices) == lines

@@ -62,12 +62,12 @@ FAST = {"layout", "counted ends"}
 )
 def test_training_equals_one_rank(train: Train, name: str) -> None:
     schedule, flags, lines = RUNS[name]
-    theirs = train(1, *MODEL)
-    ours = train(4, "--pipeline-schedule", schedule, *MODEL, *flags.split())
-    assert_equal_training(ours, theirs)
+    megatron_run = train(1, *MODEL)
+    package_run = train(4, "--pipeline-schedule", schedule, *MODEL, *flags.split())
+    assert_equal_training(package_run, megatron_run)
     split = SPLITS.get(name, "1,2,2,2,2,2,2,1")
     for line in (*lines, f"layers per stage, in model order: {split}\n"):
-        assert [text.count(line) for text in ours.output] == [1, 0, 0, 0], line
+        assert [text.count(line) for text in package_run.output] == [1, 0, 0, 0], line
 
 
 AHEAD = (
@@ -82,13 +82,13 @@ AHEAD = (
 def test_a_first_chunk_stepped_first(train: Train, schedule: str) -> None:
     flags = ("--pipeline-schedule", schedule, *TWO, UNTIED, "--clip-grad", "0", *AHEAD.split())
     without = train(4, *flags)
-    ours = train(4, *flags, "--overlap-param-gather-with-optimizer-step")
-    assert ours.record["losses"] == without.record["losses"]
-    mine, theirs = ours.by_place("parameters"), without.by_place("parameters")
-    assert len({tuple(place) for _, *place in mine}) > 1  # replicas
-    assert mine.keys() == theirs.keys()
-    assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
-    assert re.search(r"overlap_param_gather_with_optimizer_step \.+ True", ours.output[0])
+    package_run = train(4, *flags, "--overlap-param-gather-with-optimizer-step")
+    assert package_run.record["losses"] == without.record["losses"]
+    actual, expected = package_run.by_place("parameters"), without.by_place("parameters")
+    assert len({tuple(place) for _, *place in actual}) > 1  # replicas
+    assert actual.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+    assert re.search(r"overlap_param_gather_with_optimizer_step \.+ True", package_run.output[0])
 
 
 SHARED = (
@@ -100,19 +100,19 @@ SHARED = (
 def test_shared_experts_beside_the_others(train: Train) -> None:
     """On a CPU their stream is a stand-in; tests/runtime/test_streams.py sees what it is asked."""
     flags = ("--train-iters", "2", *SHARED.split(), "--moe-shared-expert-overlap")
-    theirs = train(2, "--pipeline-schedule", "1f1b", *flags)
-    ours = train(2, "--pipeline-schedule", "v-half", *flags)
-    assert any("shared_experts.linear_fc1" in name for name in ours.merged("parameters"))
-    assert_equal_training(ours, theirs)
+    megatron_run = train(2, "--pipeline-schedule", "1f1b", *flags)
+    package_run = train(2, "--pipeline-schedule", "v-half", *flags)
+    assert any("shared_experts.linear_fc1" in name for name in package_run.merged("parameters"))
+    assert_equal_training(package_run, megatron_run)
 
 
 @pytest.mark.slow
 @needs_hybrid
 def test_a_pattern_by_its_old_name(train: Train) -> None:
     flags = ("--train-iters", "2")
-    theirs = train(1, "--hybrid-layer-pattern", "*-*-*-*-", *flags)
-    ours = train(
+    megatron_run = train(1, "--hybrid-layer-pattern", "*-*-*-*-", *flags)
+    package_run = train(
         2, "--pipeline-schedule", "v-half", "--hybrid-override-pattern", "*-*-*-*-", *flags
     )
-    assert_equal_training(ours, theirs)
-    assert ours.output[0].count("renamed to hybrid_layer_pattern") == 1
+    assert_equal_training(package_run, megatron_run)
+    assert package_run.output[0].count("renamed to hybrid_layer_pattern") == 1

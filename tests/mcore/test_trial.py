@@ -38,18 +38,18 @@ def schedule_step(name: str, num_microbatches: int = 8) -> Any:
     return SimpleNamespace(schedule=SimpleNamespace(name=name, num_microbatches=num_microbatches))
 
 
-def tried(real_s: list[float], stretched: Callable[[], float]) -> int:
+def run_trial(real_s: list[float], stretched: Callable[[], float]) -> int:
     """Run a trial of two schedules with these step times; return the winner."""
-    planner, both = FakePlanner(), [schedule_step("auto"), schedule_step("v-half")]
-    trial = Trial(planner, *both)  # type: ignore[arg-type]
+    planner, schedules = FakePlanner(), [schedule_step("auto"), schedule_step("v-half")]
+    trial = Trial(planner, *schedules)  # type: ignore[arg-type]
     previous_s = None
     for step in range(2 * TURN * TURNS):
-        running = both.index(planner.runs)
+        running = schedules.index(planner.runs)
         assert running == RUNS[step]
         winner = trial.end_step(previous_s, 8)
         previous_s = real_s[running] * stretched()
         if winner is not None:
-            assert planner.runs is both[winner]
+            assert planner.runs is schedules[winner]
             assert step == len(RUNS) - 1
             return winner
     raise AssertionError("the trial does not end")
@@ -67,13 +67,13 @@ def test_the_faster_schedule_stays_although_a_sixth_of_the_steps_is_disturbed(
             noise = 1 + abs(rng.gauss(0, 0.005))
             return noise + (rng.random() / 2 if rng.random() < 1 / 6 else 0.0)
 
-        right += tried(real_s, stretched) == winner
+        right += run_trial(real_s, stretched) == winner
     assert right >= 95
 
 
 def test_a_slow_first_step_of_the_faster_schedule_does_not_matter() -> None:
     first = iter([100.0, 1.0, 1.0])  # of the plan, which is faster
-    assert tried([1.0, 1.1], lambda: next(first, 1.0)) == PLAN
+    assert run_trial([1.0, 1.1], lambda: next(first, 1.0)) == PLAN
 
 
 def test_the_plan_stays_if_no_step_could_be_timed() -> None:
@@ -91,15 +91,15 @@ def test_another_number_of_microbatches_ends_the_trial() -> None:
     assert planner.runs is plan
 
 
-@pytest.mark.parametrize("named", [None, "v-half"])
+@pytest.mark.parametrize("schedule_name", [None, "v-half"])
 def test_the_order_is_final_after_the_trial(
-    monkeypatch: pytest.MonkeyPatch, named: str | None
+    monkeypatch: pytest.MonkeyPatch, schedule_name: str | None
 ) -> None:
     """Megatron's paged stash records the first final order and requires it in every later step."""
     monkeypatch.setattr(Profiler, "_log", lambda *_: None)
-    plan, other = schedule_step("auto"), named and schedule_step(named)
+    plan, named_step = schedule_step("auto"), schedule_name and schedule_step(schedule_name)
     planner = FakePlanner()
-    planner.plan_step, planner.best_by_name = lambda _: plan, lambda _: other
+    planner.plan_step, planner.best_by_name = lambda _: plan, lambda _: named_step
     pipeline = SimpleNamespace(
         options=SimpleNamespace(profile_steps=(2, 2), checked_steps=(4, 4), trace_folder=None),
         choice=SimpleNamespace(plans_by_costs=True),
@@ -117,7 +117,7 @@ def test_the_order_is_final_after_the_trial(
         profiler._go_on(plan.schedule)
         if step == 4:
             profiler._try_named(plan.schedule)
-    assert orders == [plan] * (3 if named else 3 + len(RUNS))
+    assert orders == [plan] * (3 if schedule_name else 3 + len(RUNS))
 
 
 @pytest.mark.parametrize(
@@ -152,29 +152,29 @@ def test_a_run_keeps_the_faster_of_its_plan_and_a_schedule_by_name(
     """
     small = ("--num-layers", "4", "--global-batch-size", "4", "--seq-length", "16")
     many = ("--train-iters", "36", *small, "--clip-grad", "0", UNTIED)
-    theirs = train(2, "--pipeline-schedule", "1f1b", *many)
+    megatron_run = train(2, "--pipeline-schedule", "1f1b", *many)
     limit = ("--pipeline-memory-limit", ".05", "--pipeline-trace", str(tmp_path))
     flags = ("--pipeline-profile-iterations", "2:3", *limit, *many)
     plugin = Path(__file__).parent / "named_wins.py"
-    ours = farm.run(2, "--pipeline-schedule", "auto", *flags, plugin=plugin).check()
-    assert losses(ours) == losses(theirs)
-    text = ours.output[0]
+    package_run = farm.run(2, "--pipeline-schedule", "auto", *flags, plugin=plugin).check()
+    assert losses(package_run) == losses(megatron_run)
+    text = package_run.output[0]
     compared = re.search(r"comparing the plan with (\S+) in the next steps", text)
     assert compared is not None, text[-3000:]
-    named = compared[1]
-    measured = rf"measured steps: auto [\d.]+ ms, {named} [\d.]+ ms; keeping "
+    schedule_name = compared[1]
+    measured = rf"measured steps: auto [\d.]+ ms, {schedule_name} [\d.]+ ms; keeping "
     assert re.search(measured, text), text[-3000:]
     # The schedule that stays is then compared with its own prediction.
-    assert f"predicted for {named}, and measured later: passes " in text
+    assert f"predicted for {schedule_name}, and measured later: passes " in text
     assert text.count("measured costs: ") == 1
     # The costs and the schedule are written, and a later run gets to know of them.
-    assert load_schedule(tmp_path / "schedule.json").name == named
+    assert load_schedule(tmp_path / "schedule.json").name == schedule_name
     costs = Costs.load(tmp_path / "costs.json")
     assert re.search(
         r"\d{4}-\d\d-\d\d, .*, 4 microbatches, 64 tokens", dict(costs.sources)["forward_us"]
     )
-    again = farm.run(2, "--pipeline-schedule", "auto", *limit, *many[2:]).check()
-    assert f"{tmp_path}/costs.json was measured in training on 2 ranks" in again.output[0]
+    second_run = farm.run(2, "--pipeline-schedule", "auto", *limit, *many[2:]).check()
+    assert f"{tmp_path}/costs.json was measured in training on 2 ranks" in second_run.output[0]
 
 
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -183,15 +183,15 @@ def test_every_step_may_run_another_order(farm: Farm, replicas: int) -> None:
     steps = ("--train-iters", "6", "--num-layers", "4", "--clip-grad", "0", UNTIED)
     flags = (*steps, "--pipeline-model-parallel-size", "2")
     plugin = Path(__file__).parent / "any_order.py"
-    theirs, one, another = (
-        farm.run(2 * replicas, "--pipeline-schedule", name, *flags, plugin=each).check()
-        for name, each in (("1f1b", None), ("v-half", None), ("v-half", plugin))
+    megatron_run, v_half_run, mixed_run = (
+        farm.run(2 * replicas, "--pipeline-schedule", name, *flags, plugin=step_plugin).check()
+        for name, step_plugin in (("1f1b", None), ("v-half", None), ("v-half", plugin))
     )
-    assert len(losses(another)) == 6
-    orders = set(re.findall(r"order (\w+) runs", another.output[0]))
+    assert len(losses(mixed_run)) == 6
+    orders = set(re.findall(r"order (\w+) runs", mixed_run.output[0]))
     assert len(orders) == 6
-    for other in (one, theirs):
-        assert losses(another) == losses(other)
-        mine, yours = another.merged("parameters"), other.merged("parameters")
+    for expected_run in (v_half_run, megatron_run):
+        assert losses(mixed_run) == losses(expected_run)
+        mine, yours = mixed_run.merged("parameters"), expected_run.merged("parameters")
         assert mine.keys() == yours.keys()
         assert [name for name in mine if not torch.equal(mine[name], yours[name])] == []

@@ -43,7 +43,7 @@ class DistConverter:
 def places_of(name: str) -> list[tuple[int, int]]:
     """Return on which ranks, and in which chunks there, a weight is looked for."""
     every = [(rank, chunk) for rank in range(RANKS) for chunk in range(CHUNKS)]
-    return [each for each in every if DistConverter(each[0]).is_on_this_rank(name, each[1])]
+    return [place for place in every if DistConverter(place[0]).is_on_this_rank(name, place[1])]
 
 
 def test_a_weight_is_loaded_where_its_stage_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,14 +54,14 @@ def test_a_weight_is_loaded_where_its_stage_is(monkeypatch: pytest.MonkeyPatch) 
     last = stage_map.last_stage
     pipeline: Any = SimpleNamespace(
         stage_map=stage_map,
-        ends=lambda *place: tuple(stage_map.stage(*place) == each for each in (0, last)),
+        ends=lambda *place: tuple(stage_map.stage(*place) == end_stage for end_stage in (0, last)),
     )
     session = Session()
     try:
         for _ in range(2):  # of each chunk; the class is taught once
             libraries.patch_roll_converter(session, pipeline)
-        found = [places_of(f"decoder.layers.{layer}.weight") for layer in range(LAYERS)]
-        assert found == [[(1, 0)], [(1, 0)], [(0, 0)], [(0, 1)], [(1, 1)]]
+        places = [places_of(f"decoder.layers.{layer}.weight") for layer in range(LAYERS)]
+        assert places == [[(1, 0)], [(1, 0)], [(0, 0)], [(0, 1)], [(1, 1)]]
         assert [DistConverter(0)._get_layer_info(layer)[0] for layer in range(3)] == [0, 1, 0]
         assert places_of(EMBEDDING) == [(1, 0)]  # of tied ends on one rank there is one weight
         assert DistConverter(1).is_pipeline_last_stage(1)

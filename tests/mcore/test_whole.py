@@ -69,8 +69,8 @@ def test_what_is_not_split_is_told_with_the_reason(caplog: pytest.LogCaptureFixt
     )
     with caplog.at_level(logging.INFO):
         linear_layers.log_unsplit_layers([chunk])
-    told = {record.getMessage(): record.levelno for record in caplog.records}
-    assert told == {
+    levels = {record.getMessage(): record.levelno for record in caplog.records}
+    assert levels == {
         "the weight gradients of 1 Embedding stay in B, as it should: a lookup has no product to "
         "put off: chunk 0 embedding": logging.INFO,
         "the weight gradients of 1 TopKRouter stay in B, as it should: a router's product is "
