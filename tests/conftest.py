@@ -126,29 +126,29 @@ SLOW = {
         "test_a_library": ["zb-h1", "v-half"],
     },
     "mcore/test_offload.py": {
-        "test_every_order_of_the_catalogue_trains_the_same": ["gpipe", "v-zb"],
-        "test_beside_what_else_megatron_does": [
+        "test_losses_equal_for_every_named_schedule_with_offloading": ["gpipe", "v-zb"],
+        "test_offloading_with_other_megatron_features": [
             "TP + SP",
             "bf16, recompute",
             "experts",
         ],
-        "test_peaks_are_what_was_predicted": ["v-half"],
+        "test_measured_peaks_equal_predicted_peaks": ["v-half"],
     },
     "mcore/test_paged_stash.py": {
-        "test_a_step_is_stashed_and_tried_again": ["zb-h1-False"],
+        "test_overflowed_step_is_rerun_with_equal_results": ["zb-h1-False"],
     },
     "mcore/test_reductions.py": {
-        "test_a_bucket_is_reduced_in_the_w_that_completes_it": [
+        "test_bucket_is_reduced_in_the_w_that_completes_it": [
             "tied-v-min",
             "tied-v-zb",
             "untied-v-min",
             "untied-v-half",
             "tied-v-half",
         ],
-        "test_recomputed_layers_have_the_same_gradients": ["selective", "full"],
+        "test_recomputed_layers_have_equal_gradients": ["selective", "full"],
     },
     "mcore/test_restart.py": {
-        "test_a_step_that_failed_leaves_nothing_and_the_next_try_trains_equal": ["v-half"],
+        "test_failed_step_leaves_no_state_and_the_retry_is_equal": ["v-half"],
     },
     "mcore/test_split_local.py": {
         "test_gradients_equal_upstreams": ["True"],

@@ -1,4 +1,4 @@
-"""Microbatches that wait in host memory: the same numbers, and the memory that was promised."""
+"""Offloading of microbatches to host memory: equal numerics and the predicted memory."""
 
 import re
 from argparse import Namespace
@@ -57,7 +57,7 @@ OURS = [name for name in NAMES if name not in MEGATRONS_OWN]
         for name in OURS
     ],
 )
-def test_every_order_of_the_catalogue_trains_the_same(
+def test_losses_equal_for_every_named_schedule_with_offloading(
     train: Train, farm: Farm, tmp_path: Path, name: str
 ) -> None:
     baseline_run = train(4, "--pipeline-schedule", name, *STEPS, UNTIED)
@@ -67,7 +67,7 @@ def test_every_order_of_the_catalogue_trains_the_same(
 
 
 PARALLEL = {
-    "experts": (4, f"{EXPERT_PARALLEL} --global-batch-size 16"),  # twice data-parallel
+    "experts": (4, f"{EXPERT_PARALLEL} --global-batch-size 16"),  # two data-parallel replicas
     "TP + SP": (4, SEQUENCE),
     "bf16, recompute": (
         2,
@@ -78,7 +78,7 @@ PARALLEL = {
 
 
 @pytest.mark.parametrize("layout", PARALLEL)
-def test_beside_what_else_megatron_does(
+def test_offloading_with_other_megatron_features(
     train: Train, farm: Farm, tmp_path: Path, layout: str
 ) -> None:
     ranks, text = PARALLEL[layout]
@@ -95,7 +95,9 @@ SIZES = (
 
 
 @pytest.mark.parametrize("name", ["v-half", pytest.param("1f1b-v", marks=pytest.mark.slow)])
-def test_peaks_are_what_was_predicted(train: Train, farm: Farm, tmp_path: Path, name: str) -> None:
+def test_measured_peaks_equal_predicted_peaks(
+    train: Train, farm: Farm, tmp_path: Path, name: str
+) -> None:
     baseline_peaks, _ = figures(train(4, "--pipeline-schedule", name, *SIZES, UNTIED))
     run = trained(farm, tmp_path, with_offloads(make(name, 4, 16)), *SIZES, UNTIED)
     measured, predicted = figures(run)
@@ -105,8 +107,8 @@ def test_peaks_are_what_was_predicted(train: Train, farm: Farm, tmp_path: Path, 
     assert re.search(r"host memory \[[0-9., ]+\]", line)
 
 
-def test_every_byte_is_counted(farm: Farm, tmp_path: Path) -> None:
-    """What is live beside activations is the same with and without copies: messages, mostly."""
+def test_live_bytes_drop_by_the_predicted_amount(farm: Farm, tmp_path: Path) -> None:
+    """Offloading changes activation memory only; P2P buffers and other live bytes are equal."""
     file = tmp_path / "schedule.json"
     file.write_text(with_offloads(make("v-half", 4, 16)).to_json())
     names = ("v-half", str(file))
@@ -124,7 +126,7 @@ LARGER = ("--clip-grad", "0", UNTIED, "--global-batch-size", "16", "--train-iter
 AUTO = ("--pipeline-schedule", "auto", "--pipeline-memory-limit", "v-min")
 
 
-def test_auto_plans_copies_by_what_they_take(train: Train, farm: Farm, tmp_path: Path) -> None:
+def test_auto_plans_offloading_from_a_costs_file(train: Train, farm: Farm, tmp_path: Path) -> None:
     file = costs_of_copies(tmp_path)
     baseline_run = train(2, "--pipeline-schedule", "v-half", *LARGER, "3")
     package_run = farm.run(
@@ -137,7 +139,7 @@ def test_auto_plans_copies_by_what_they_take(train: Train, farm: Farm, tmp_path:
 
 
 @pytest.mark.slow
-def test_auto_measures_copies_where_it_is_asked_for_them(
+def test_auto_measures_copies_if_offloading_is_enabled(
     train: Train, farm: Farm, tmp_path: Path
 ) -> None:
     baseline_run = train(2, "--pipeline-schedule", "v-half", *LARGER, "7")
@@ -153,15 +155,13 @@ def test_auto_measures_copies_where_it_is_asked_for_them(
     for moved, retained in zip(
         dict(costs.others)["offloaded_bytes"], costs.held_after_forward_bytes, strict=True
     ):
-        # At the turn of the V the input is counted as what the stage before holds.
+        # At the turn of the V the input counts as memory of the previous stage.
         assert 0.8 * retained < moved <= 1.05 * retained
 
 
 @pytest.mark.slow
-def test_a_step_that_is_undone_leaves_nothing_behind(
-    train: Train, farm: Farm, tmp_path: Path
-) -> None:
-    """Clipped in most steps, each of which has begun before it is validated."""
+def test_offloaded_steps_are_rolled_back(train: Train, farm: Farm, tmp_path: Path) -> None:
+    """Most steps clip gradients after an early start, so post-validation rolls them back."""
     text = "--optimizer-post-validation --rerun-mode disabled --clip-grad 4.0 --train-iters 6"
     flags = (
         *text.split(),
@@ -180,8 +180,8 @@ def test_a_step_that_is_undone_leaves_nothing_behind(
     assert_same_bits(package_run, baseline_run)
 
 
-def test_a_file_whose_copies_cannot_run_is_refused(tmp_path: Path) -> None:
-    """The row of a device says where copies begin, whatever runs beside it."""
+def test_schedule_file_with_invalid_copies_is_rejected(tmp_path: Path) -> None:
+    """The pass order of a rank defines the start of each copy."""
     schedule = with_offloads(make("v-half", 2, 4), lambda *position: position == (1, 2))
     file = tmp_path / "waits.csv"
     file.write_text(schedule.to_csv())
@@ -198,7 +198,7 @@ def test_a_file_whose_copies_cannot_run_is_refused(tmp_path: Path) -> None:
 
 
 LARGE = 0.95e6
-"""What of a microbatch is copied, by `costs_of_copies`."""
+"""Bytes copied per microbatch and stage in `costs_of_copies`."""
 
 
 def costs_of_copies(tmp_path: Path) -> Path:
@@ -210,8 +210,8 @@ def costs_of_copies(tmp_path: Path) -> Path:
     return file
 
 
-def test_auto_keeps_the_limit_of_host_memory(tmp_path: Path) -> None:
-    """What waits leaves room for blocks that are not full."""
+def test_auto_respects_the_host_memory_limit(tmp_path: Path) -> None:
+    """The limit includes the unused part of partly filled host memory blocks."""
     file = costs_of_copies(tmp_path)
     costs, peaks = Costs.load(file), []
     for chunks in (3.0, 1e6):
@@ -222,8 +222,10 @@ def test_auto_keeps_the_limit_of_host_memory(tmp_path: Path) -> None:
     assert 0 < peaks[0] <= 3 * LARGE * (1 + 1e-9) < peaks[1]
 
 
-def test_a_file_beyond_the_limit_of_host_memory(train: Train, farm: Farm, tmp_path: Path) -> None:
-    """By its costs it is refused; without them the rest stays in GPU memory."""
+def test_schedule_file_beyond_the_host_memory_limit(
+    train: Train, farm: Farm, tmp_path: Path
+) -> None:
+    """Without measured costs, activations beyond the limit stay in GPU memory."""
     baseline_run = train(2, "--pipeline-schedule", "v-half", *STEPS, UNTIED)
     schedule = with_offloads(make("v-half", 2, 8))
     limit = ("--pipeline-host-memory-limit", "0.0006")
@@ -252,7 +254,7 @@ def test_a_file_beyond_the_limit_of_host_memory(train: Train, farm: Farm, tmp_pa
         ),
     ],
 )
-def test_limits_of_host_memory_that_cannot_be(
+def test_invalid_host_memory_limits_are_rejected(
     tmp_path: Path, name: str, limit_gib: float, said: str
 ) -> None:
     if name == "file":
@@ -265,7 +267,7 @@ def test_limits_of_host_memory_that_cannot_be(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["v-zb", "zb-h1"])
-def test_slices_wait_and_their_keys_and_values_stay(
+def test_slices_are_offloaded_except_keys_and_values(
     train: Train, farm: Farm, tmp_path: Path, name: str
 ) -> None:
     flags = (*SIZES, "--num-layers", "4", UNTIED)
@@ -279,7 +281,7 @@ def test_slices_wait_and_their_keys_and_values_stay(
     assert max(measured) < 0.95 * max(figures(alone)[0])
 
 
-def test_offloading_and_cuda_graphs_exclude_each_other() -> None:
+def test_offloading_rejects_cuda_graphs() -> None:
     graphs = Namespace(cuda_graph_impl="transformer_engine")
     check_copies(True, Namespace(), "plan.json")
     check_copies(False, graphs, "plan.json")

@@ -1,4 +1,4 @@
-"""Microbatches that wait in host memory, of layers on several streams: who may read what."""
+"""Offloading of layers that compute on several streams: no memory is reused too early."""
 
 from runtime.ranks import run_ranks
 
@@ -12,8 +12,8 @@ def beside_shared_experts(rank: int) -> list[list[str]]:
     return [wrong_beside_shared_experts(rank, leaves_alone) for leaves_alone in (True, False)]
 
 
-def test_what_another_stream_reads_in_b_stays_its_memory() -> None:
-    """Experts that all tokens share are computed on a stream of their own, beside the others.
+def test_tensors_read_by_another_stream_in_b_are_not_reused() -> None:
+    """Shared experts are computed on a separate stream, concurrent with the routed experts.
 
     Made large again on the stream that computes, what they have saved is handed out while they
     still read it.

@@ -1,4 +1,4 @@
-"""The trainer, the command line and the sweep answer one question alike."""
+"""The trainer, the command line and the sweep return the same plan for the same request."""
 
 import json
 import random
@@ -23,7 +23,7 @@ DEVICES = 2
 
 
 def costs_of(draw: random.Random) -> Costs:
-    """Draw costs of two stages a device; of half of them all devices share the vocabulary."""
+    """Draw costs of two stages per rank, in half of the cases with vocabulary parallelism."""
 
     def draw_per_stage(low: float, high: float) -> list[float]:
         return [round(draw.uniform(low, high), 2) for _ in range(2 * DEVICES)]
@@ -52,7 +52,7 @@ def by_trainer(name: str, microbatches: int, costs: Costs, limit: float | None) 
 
 
 def by_command(file: Path, name: str, microbatches: int, limit: float | None) -> object:
-    """Return the order of the command that plans it, or of what it exports by name."""
+    """Return the pass order from the `plan` or `export` command."""
     exported = file.with_name("made.json")
     sizes = ["--devices", str(DEVICES), "--microbatches", str(microbatches), "--costs", str(file)]
     if name == AUTO:
@@ -86,7 +86,7 @@ def said(answer: object, *arguments: object) -> object:
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.slow)])
-def test_questions_are_answered_alike(
+def test_trainer_command_and_sweep_return_equal_plans(
     count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(search, "default_steps", lambda problem: 200)

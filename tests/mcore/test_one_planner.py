@@ -1,4 +1,4 @@
-"""One rank plans for all, before there are process groups and after; all hear of it if it fails."""
+"""Rank 0 plans for all ranks, before and after process groups exist; failures reach all ranks."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ NOTHING = "rank 0, which plans for all ranks, has sent no plan within 0.1 s: see
 
 
 class Simulated(RankZeroPlanner):
-    """One of many ranks that are threads here, and meet in a store of this process."""
+    """A rank simulated by a thread, with a store in this process."""
 
     def __init__(self, rank: int, size: int, store: Any, timeout_s: float = 300.0) -> None:
         super().__init__("a run", timeout_s)
@@ -34,14 +34,14 @@ class Simulated(RankZeroPlanner):
 
 
 def on_ranks(count: int, run: Callable[[int], Any]) -> list[Any]:
-    """Return what `run` of every rank returns, each in a thread of its own."""
+    """Call `run` for every rank in a separate thread and return the results."""
     results: list[Any] = [None] * count
 
     def keep(rank: int) -> None:
         results[rank] = run(rank)
 
     threads = [threading.Thread(target=keep, args=(rank,)) for rank in range(count)]
-    for thread in reversed(threads):  # the one that plans comes last
+    for thread in reversed(threads):  # the planning rank starts last
         thread.start()
     for thread in threads:
         thread.join()
@@ -49,11 +49,11 @@ def on_ranks(count: int, run: Callable[[int], Any]) -> list[Any]:
 
 
 RANKS = 128
-"""Of a job in threads: each proves, lowers and prints the plan for itself, one after the other."""
+"""Number of ranks simulated by threads; they verify, lower and print the plan one by one."""
 
 
-def test_a_job_of_many_ranks_plans_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first step, and the larger one that a ramp-up brings."""
+def test_one_process_plans_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of the first step and of a larger step after a batch size ramp-up."""
     planning_threads: list[str] = []
     ask = plans.plan_request
 
@@ -77,7 +77,7 @@ def test_a_job_of_many_ranks_plans_in_one_process(monkeypatch: pytest.MonkeyPatc
 
 
 def sentences(plan: Callable[[], Any], timeout_s: float = 300.0) -> list[str]:
-    """Return what three ranks say of a plan that fails."""
+    """Return the errors of three ranks if planning fails."""
     store = dist.HashStore()
 
     def run(rank: int) -> str:
@@ -91,7 +91,7 @@ def sentences(plan: Callable[[], Any], timeout_s: float = 300.0) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", [ScheduleError, UnsupportedError])
-def test_what_cannot_be_planned_all_ranks_say(kind: type[Exception]) -> None:
+def test_all_ranks_report_a_rejected_plan(kind: type[Exception]) -> None:
     def plan() -> None:
         raise kind("nothing fits 1 GiB")
 
@@ -100,7 +100,7 @@ def test_what_cannot_be_planned_all_ranks_say(kind: type[Exception]) -> None:
     assert other_errors == ["ScheduleError: nothing fits 1 GiB"] * 2
 
 
-def test_a_fault_of_the_planner_all_ranks_hear_of() -> None:
+def test_all_ranks_report_a_planner_failure() -> None:
     def plan() -> None:
         raise ValueError("no such pass\nand more")
 
@@ -110,14 +110,14 @@ def test_a_fault_of_the_planner_all_ranks_hear_of() -> None:
     assert other_errors == [f"ScheduleError: {said}"] * 2
 
 
-def test_a_plan_that_never_comes_is_waited_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_plan_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_planner, "_packed", lambda outcome: os.abort())
     store = dist.HashStore()
     with pytest.raises(ScheduleError, match=NOTHING):
         Simulated(1, 2, store, timeout_s=0.1)(lambda: 1)
 
 
-def test_the_first_rank_does_not_wait_for_ever_to_be_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_zero_stops_waiting_for_acknowledgements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_planner, "LISTENING_S", 0.1)
     with pytest.raises(ZeroDivisionError):
         Simulated(0, 2, dist.HashStore())(lambda: 1 // 0)
@@ -130,7 +130,7 @@ def free_port() -> int:
 
 
 def meet(rank: int, port: int, fails: bool) -> list[str]:
-    """Plan before there is a process group and in it; return what came, and who has planned."""
+    """Plan before and after `init_process_group`; return the plans and the planning ranks."""
     dist.destroy_process_group()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -150,7 +150,7 @@ def meet(rank: int, port: int, fails: bool) -> list[str]:
 
     ask("layers")
     ask("order")
-    # Where Megatron has the ranks meet, they have met.
+    # Megatron's rendezvous is complete.
     dist.init_process_group("gloo")
     ask("ramp-up")
     dist.barrier()
@@ -158,7 +158,7 @@ def meet(rank: int, port: int, fails: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["planned", "failed"])
-def test_ranks_meet_where_megatron_has_them_meet(fails: bool) -> None:
+def test_ranks_use_the_rendezvous_of_megatron(fails: bool) -> None:
     planner_log, *other_logs = run_ranks(3, meet, free_port(), fails, timeout_s=120)
     heard = [f"{'no ' if fails else ''}{text}" for text in ("layers", "order", "ramp-up")]
     assert planner_log == [event for text in heard for event in ("plans", text)]

@@ -46,7 +46,7 @@ CASES = {
 
 
 def test_errors_after_register_name_keywords() -> None:
-    """Of this package alone: Megatron's options keep the names of its flags."""
+    """Only options of this package; Megatron's options keep their flag names."""
     command = [sys.executable, "-c", PROGRAM, json.dumps(list(CASES.values()))]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
     lines = [line for line in result.stdout.splitlines() if line]

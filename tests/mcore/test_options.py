@@ -33,7 +33,7 @@ GIVEN: dict[str, tuple[str, Any]] = {
     "keep_order": ("true", True),
     "split_graphs": ("off", "off"),
 }
-"""By option a text, and the value that it says."""
+"""Per option: a text and its parsed value."""
 
 NONE: dict[str, list[Any]] = {
     "schedule": [3],
@@ -53,13 +53,13 @@ NONE: dict[str, list[Any]] = {
 }
 
 
-def test_register_tells_of_every_keyword() -> None:
+def test_register_documents_every_keyword() -> None:
     documented = set(re.findall(r"`(\w+)`", str(megatron_vshape.register.__doc__)))
     assert documented >= OPTIONS.keys() - {"post_validates"}
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_ways_to_give_an_option_agree(name: str) -> None:
+def test_flag_keyword_and_variable_set_the_same_option(name: str) -> None:
     (text, value), option = GIVEN[name], OPTIONS[name]
     words = [option.flag] if not option.metavar else [option.flag, text]
     parsed = options_of(add_arguments(ArgumentParser()).parse_args(words))
@@ -73,7 +73,7 @@ def test_ways_to_give_an_option_agree(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [(name, option_value) for name in NONE for option_value in NONE[name]]
 )
-def test_a_value_that_is_none_is_refused_alike(name: str, value: Any) -> None:
+def test_invalid_values_have_the_same_error(name: str, value: Any) -> None:
     said = f" is not {OPTIONS[name].values.wants}"
     with pytest.raises(
         UnsupportedError, match=f"^{OPTIONS[name].flag or name} .*{re.escape(said)}$"
@@ -84,7 +84,7 @@ def test_a_value_that_is_none_is_refused_alike(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["timeout_seconds", "profile_steps", "vocab_parallel", "slices"])
-def test_a_text_that_says_no_value_is_refused_alike(name: str) -> None:
+def test_invalid_texts_have_the_same_error(name: str) -> None:
     said = re.escape(f"'x' is not {OPTIONS[name].values.wants}")
     with pytest.raises(ArgumentTypeError, match=said):
         OPTIONS[name].values.of_text("x")
@@ -92,7 +92,7 @@ def test_a_text_that_says_no_value_is_refused_alike(name: str) -> None:
         options_in(f"{name}=x")
 
 
-def test_a_trace_has_steps_profiled_and_asks_for_no_more() -> None:
+def test_trace_option_enables_profiling() -> None:
     options = options_of(Namespace(pipeline_schedule="v-half", pipeline_trace="traces"))
     assert options.profile_steps == TRACE_STEPS
     assert options.flags_for_ours() == ["--pipeline-trace"]

@@ -1,4 +1,4 @@
-"""Training with overlapped passes equals the same order without them bit by bit, and 1F1B."""
+"""Overlapped passes give bitwise equal training and match 1F1B."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OVERLAPPED = ("--bf16", "--overlap-moe-expert-parallel-comm")
 
 
 def with_pairs(schedule: Schedule) -> Schedule:
-    """Return the schedule with every F joined with the B behind it, where that does not hang."""
+    """Overlap every F with the next B of its rank unless the result would deadlock."""
     for row in schedule.order:
         last_index = -1
         for index, (work, next_work) in enumerate(zip(row, row[1:], strict=False)):
@@ -41,7 +41,7 @@ def with_pairs(schedule: Schedule) -> Schedule:
 
 
 def files(folder: Path, name: str, devices: int, full_backward: bool = False) -> tuple[str, str]:
-    """Return files of an order with joint passes, and of the same order without."""
+    """Write one schedule with and without overlapped passes and return both paths."""
     schedule = make(name, devices, 8)
     if full_backward:
         from megatron_vshape.core.program.lowering import with_full_backwards
@@ -90,7 +90,9 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_pairs_change_no_bit(train: Train, tmp_path: Path, case: str) -> None:
+def test_overlapped_passes_give_bitwise_equal_training(
+    train: Train, tmp_path: Path, case: str
+) -> None:
     ranks, name, full_backward, options = CASES[case]
     overlapped, apart = files(tmp_path, name, 2, full_backward)
     flags = (*STEPS, *SIZE, *options.split(), *OVERLAPPED)
@@ -102,7 +104,7 @@ def test_pairs_change_no_bit(train: Train, tmp_path: Path, case: str) -> None:
 
 def test_adjacent_passes_of_a_schedule_by_name_overlap(train: Train) -> None:
     assert pair_adjacent(make("v-zb", 2, 8)).overlapped
-    """Bit by bit, with gradients reduced on the way."""
+    """Bitwise equal, with overlapped gradient reduction."""
     flags = ("--pipeline-schedule", "v-zb", *STEPS, *SIZE, *f"{EXPERT_PARALLEL} {OVERLAP}".split())
     package_run = train(4, *flags, *OVERLAPPED)
     same_bits(package_run, train(4, *flags, "--bf16"))
@@ -113,7 +115,7 @@ AUTO = "--pipeline-schedule auto --pipeline-profile-iterations 2:3"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chosen", ["--pipeline-schedule dualpipev", AUTO], ids=["dualpipev", AUTO])
-def test_orders_with_pairs_by_name_and_by_plan(train: Train, chosen: str) -> None:
+def test_named_and_planned_schedules_with_overlapped_passes(train: Train, chosen: str) -> None:
     flags = (*"--train-iters 6 --bf16".split(), *SIZE, *EXPERT_PARALLEL.split())
     package_run = train(4, *chosen.split(), *flags, *OVERLAPPED[1:])
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags)
@@ -123,7 +125,7 @@ def test_orders_with_pairs_by_name_and_by_plan(train: Train, chosen: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["v-zb", "v-half", "interleaved-1f1b"])
-def test_more_ranks(train: Train, tmp_path: Path, name: str) -> None:
+def test_overlapped_passes_on_more_ranks(train: Train, tmp_path: Path, name: str) -> None:
     overlapped, apart = files(tmp_path, name, 4)
     size = ("--pipeline-model-parallel-size", "4", "--global-batch-size", "16")
     flags = (*size, *EXPERT_PARALLEL.split())
@@ -134,7 +136,7 @@ def test_more_ranks(train: Train, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_loop_of_four_stages_a_rank(train: Train, tmp_path: Path) -> None:
+def test_looping_schedule_with_four_stages_per_rank(train: Train, tmp_path: Path) -> None:
     published = make("overlapped-interleaved-1f1b", 2, 8, num_chunks=4)
     assert len(published.overlapped) > 16
     overlapped, apart = written(tmp_path, published)

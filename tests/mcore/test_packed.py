@@ -1,4 +1,4 @@
-"""Packed sequences: all stages attend to each by itself, under a V as under 1F1B."""
+"""Packed sequences: attention stays within a sequence in all stages, as under 1F1B."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from mcore.farm import Farm
 def run(farm: Farm, folder: Path, ranks: int, **settings: Any) -> list[dict[str, Any]]:
     folder = folder / f"{settings['schedule']}-{len(list(folder.iterdir()))}"
     folder.mkdir()
-    trainer = folder / "trainer.py"  # imported, as a library is
+    trainer = folder / "trainer.py"  # imported as a library
     trainer.write_text("from packed_sequences import start")
     settings |= {"directory": str(folder)}
     farm.run(ranks, plugin=trainer, given=settings).check()
@@ -40,7 +40,7 @@ def gradients(run: list[dict[str, Any]]) -> dict[tuple[str, int], torch.Tensor]:
         pytest.param("v-zb", 2, 8, marks=pytest.mark.slow),
     ],
 )
-def test_packed_sequences_train_as_under_1f1b(
+def test_packed_sequences_train_like_1f1b(
     farm: Farm, tmp_path: Path, schedule: str, tensor: int, pipeline: int
 ) -> None:
     ranks = tensor * pipeline
@@ -54,14 +54,12 @@ def test_packed_sequences_train_as_under_1f1b(
         torch.testing.assert_close(value, megatron_gradients[name], rtol=1e-5, atol=1e-6)
 
 
-def test_the_ends_of_sequences_matter_and_a_stage_without_them_is_rejected(
-    farm: Farm, tmp_path: Path
-) -> None:
+def test_stage_without_sequence_boundaries_is_rejected(farm: Farm, tmp_path: Path) -> None:
     packed, merged = (
         run(farm, tmp_path, 2, schedule="v-half", tensor=1, merges=merges)[-1]["losses"]
         for merges in (False, True)
     )
-    assert packed[1] == pytest.approx(merged[1], abs=1e-6)  # it has one sequence
+    assert packed[1] == pytest.approx(merged[1], abs=1e-6)  # one sequence
     assert packed[0] != pytest.approx(merged[0], abs=1e-4)
     with pytest.raises(AssertionError, match="stages 1, 2 were called without packed_seq_params"):
         run(farm, tmp_path, 2, schedule="v-half", tensor=1, without=0)

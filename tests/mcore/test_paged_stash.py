@@ -1,4 +1,4 @@
-"""Megatron's paged stash and its second try of a step, as stash_on_cpu has experts use them."""
+"""Megatron's paged stash and its rerun of a step after an overflow (on CPU: stash_on_cpu)."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def orders(ended: Ended) -> list[list[list[int]]]:
-    """Return the order that every rank's stash holds its steps to, as TE would take them."""
+    """Return the recorded stash order of every rank, in the format of Transformer Engine."""
     orders_by_rank = []
     for text in ended.output:
         lines = [line for line in text.splitlines() if line.startswith(PRINTED)]
@@ -49,20 +49,20 @@ def orders(ended: Ended) -> list[list[list[int]]]:
         pytest.param("zb-h1", True, marks=pytest.mark.slow),
     ],
 )
-def test_a_step_is_stashed_and_tried_again(
+def test_overflowed_step_is_rerun_with_equal_results(
     farm: Farm, train: Callable[..., Ended], schedule: str, overflows: bool
 ) -> None:
     flags = f"--pipeline-schedule {schedule} {MODEL}".split()
     package_run = farm.run(4, *flags, *STASH.split(), plugin=PLUGIN, given=overflows).check()
     assert_same_numbers(package_run, train(4, *flags))
-    layers = 1 if schedule == "v-half" else 2  # of a stage
+    layers = 1 if schedule == "v-half" else 2  # per stage
     rows = [[chunk for chunk in row for _ in range(layers)] for row in rows_of(schedule, 4, 8)]
     assert orders(package_run) == [[row] for row in rows]
     assert ("rerunning forward-backward" in "".join(package_run.output)) == overflows
 
 
 @pytest.mark.slow
-def test_the_order_is_recorded_once_it_is_the_last(farm: Farm) -> None:
+def test_stash_records_only_the_final_pass_order(farm: Farm) -> None:
     """Steps 2 and 4 are measured; two schedules may alternate in the 24 steps after them."""
     auto = "--pipeline-schedule auto --pipeline-profile-iterations 2:2 --train-iters 32"
     flags = f"{MODEL} {STASH} {auto} --eval-iters 0".split()
@@ -71,7 +71,7 @@ def test_the_order_is_recorded_once_it_is_the_last(farm: Farm) -> None:
     ] == [1, 1]
 
 
-def test_what_the_stash_does_not_go_with_is_refused() -> None:
+def test_unsupported_options_with_the_stash_are_rejected() -> None:
     args: Any = SimpleNamespace(
         transformer_impl="local", moe_paged_stash=True, rampup_batch_size=[8, 8, 64]
     )

@@ -24,7 +24,7 @@ from megatron_vshape.mcore.setup.configure import pipeline_from_config
 from megatron_vshape.mcore.setup.plans import Planner
 
 
-def test_plans_are_kept_and_made_anew_for_other_microbatches() -> None:
+def test_plans_are_cached_per_number_of_microbatches() -> None:
     planner = Planner(ScheduleChoice(4, "v-half"))
     assert planner.plan_step(8) is planner.plan_step(8)
     assert planner.plan_step(5).schedule.num_microbatches == 5
@@ -47,13 +47,13 @@ def test_a_new_number_of_microbatches_is_simulated_once(
         assert len(ran) == 1
 
 
-def test_the_smallest_program_uses_all_streams() -> None:
+def test_smallest_program_uses_all_streams() -> None:
     for name in ("1f1b", "v-half"):
         planner = Planner(ScheduleChoice(4, name))
         assert streams_of(planner.smallest()) == streams_of(planner.plan_step(9).program)
 
 
-def test_a_file_is_for_its_own_microbatches(tmp_path: Path) -> None:
+def test_schedule_file_rejects_another_number_of_microbatches(tmp_path: Path) -> None:
     file = tmp_path / "v.json"
     file.write_text(make("v-min", 3, 7).to_json())
     planner = Planner(resolve_schedule(Options(str(file)), 3))
@@ -65,13 +65,13 @@ def test_a_file_is_for_its_own_microbatches(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_auto_without_a_limit_plans_for_the_memory_of_1f1b(chunks: int) -> None:
-    """However many stages the costs tell apart; V-ZB and its like fill that memory."""
+    """For any number of stages in the costs; V-ZB uses all of that memory."""
     costs = Costs.uniform(4, 4 * chunks, 1.0, 1.15, 0.85, 0.05)
     schedule = Planner(ScheduleChoice(4, "auto", costs=costs)).plan_step(12).schedule
     assert max(peak_held(schedule, costs)) == pytest.approx(8)
 
 
-def test_adjacent_passes_overlap_if_the_run_can() -> None:
+def test_adjacent_passes_overlap_if_supported() -> None:
     for name in ("v-zb", "interleaved-1f1b"):
         step = Planner(ScheduleChoice(4, name, may_overlap=True)).plan_step(16)
         assert step.schedule.overlapped
@@ -79,8 +79,8 @@ def test_adjacent_passes_overlap_if_the_run_can() -> None:
         assert not Planner(ScheduleChoice(4, name)).plan_step(16).schedule.overlapped
 
 
-def test_a_file_whose_microbatches_run_out_of_turn(tmp_path: Path) -> None:
-    """It could run, but the trainer reads the batches in turn, whatever a pass is called."""
+def test_schedule_file_with_reordered_microbatches_is_rejected(tmp_path: Path) -> None:
+    """The trainer reads batches in data order, so the schedule must use that order."""
     file = tmp_path / "turned.json"
     rows = (("F0.1", "F0.0", "BW0.0", "BW0.1"), ("F1.0", "BW1.0", "F1.1", "BW1.1"))
     order = tuple(tuple(map(Pass.parse, row)) for row in rows)
@@ -94,7 +94,7 @@ def test_a_file_whose_microbatches_run_out_of_turn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*NAMES, "v-half+"])
-def test_this_packages_own_orders_may_be_files(tmp_path: Path, name: str) -> None:
+def test_exported_schedules_load_as_files(tmp_path: Path, name: str) -> None:
     file = tmp_path / "own.json"
     schedule = (
         plan_request(PlanRequest(name, 4, 8)).schedule if name.endswith("+") else make(name, 4, 8)
@@ -103,7 +103,7 @@ def test_this_packages_own_orders_may_be_files(tmp_path: Path, name: str) -> Non
     assert resolve_schedule(Options(str(file)), 4).from_file == schedule
 
 
-def test_a_file_with_a_shared_vocabulary_shares_it(tmp_path: Path) -> None:
+def test_schedule_file_enables_vocabulary_parallelism(tmp_path: Path) -> None:
     plain = make("v-half", 2, 2)
     file = tmp_path / "shared.json"
     costs = Costs.uniform(2, 4, kinds=VOCABULARY)
@@ -114,7 +114,7 @@ def test_a_file_with_a_shared_vocabulary_shares_it(tmp_path: Path) -> None:
 
 
 def known_in_all() -> Costs:
-    """Return costs of 4 ranks that know of state, and of a loss that works with 2 GiB."""
+    """Return costs of 4 ranks with model state and 2 GiB of workspace in the loss."""
     return Costs(
         *((1000.0,) * 8,) * 3,
         50.0,
@@ -126,7 +126,7 @@ def known_in_all() -> Costs:
     )
 
 
-def test_a_limit_leaves_the_runs_own_state_free_and_what_passes_work_with() -> None:
+def test_memory_limit_includes_model_state_and_workspace() -> None:
     costs, limit, state_bytes = known_in_all(), 56 * GIB, (32.0 * GIB, *(18.5 * GIB,) * 3)
     planner = Planner(ScheduleChoice(4, "auto", costs=costs, limit_bytes=limit))
     planner.reserve(state_bytes)
@@ -143,7 +143,7 @@ def test_a_limit_leaves_the_runs_own_state_free_and_what_passes_work_with() -> N
         planner.plan_step(8)
 
 
-def test_the_log_begins_with_all_that_every_rank_needs(tmp_path: Path) -> None:
+def test_first_log_lines_report_the_peak_of_every_rank(tmp_path: Path) -> None:
     file, costs = tmp_path / "costs.json", known_in_all()
     file.write_text(costs.to_json())
     config = DeferredConfig(num_layers=8, hidden_size=32, num_attention_heads=4)
@@ -153,7 +153,7 @@ def test_the_log_begins_with_all_that_every_rank_needs(tmp_path: Path) -> None:
     peaks = [peak / GIB for peak in peak_held(make("v-half", 4, 8), costs)]
     peaks_text = " ".join(
         f"{peak:g}" for peak in reversed(peaks)
-    )  # a library's last rank has both ends
+    )  # a library's last rank has the embedding and the output layer
     base = 15 + 9 + 4 * 8
     assert (
         f"peak {100 * max(peaks) / base:.0f} % of 1F1B at PP 4, by rank {peaks_text} GiB, incl"
@@ -173,10 +173,8 @@ def last_backwards(program: Program) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("name", "slices"), [*((name, 1) for name in EVERY_NAME), *((name, 2) for name in NAMES)]
 )
-def test_chunks_end_in_the_same_order_for_any_number_of_microbatches(
-    name: str, slices: int
-) -> None:
-    """So replicas with different numbers of microbatches reduce their chunks in the same order."""
+def test_chunk_completion_order_is_independent_of_microbatches(name: str, slices: int) -> None:
+    """Replicas with different numbers of microbatches reduce their chunks in the same order."""
     planner = Planner(ScheduleChoice(4, name, slices=slices, may_overlap=name in JOINT_NAMES))
     counts = range(8, 40, 4) if name in JOINT_NAMES else range(1, 19)
     orders = [last_backwards(planner.plan_step(count).program) for count in counts]

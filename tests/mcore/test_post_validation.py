@@ -1,4 +1,4 @@
-"""Post-validation changes no bit: guesses that hold, guesses undone, boundaries, refusals."""
+"""Post-validation is bitwise exact: confirmed and rolled-back steps, boundaries, rejections."""
 
 import re
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Exact:
-    """How a run ended, and what `exact_steps` kept of every rank."""
+    """A finished run and the records of `exact_steps` for every rank."""
 
     run: Ended
     rank_records: list[dict[str, Any]]
@@ -62,7 +62,7 @@ class Exact:
 
 
 def guesses(run: Exact) -> tuple[int, int]:
-    """Return how many steps were guessed, and how many of these undone."""
+    """Return the numbers of early-started and of rolled-back steps."""
     (counts,) = re.findall(
         r"post-validation: (\d+) steps made before they were validated, (\d+) of them undone",
         run.run.output[0],
@@ -71,7 +71,7 @@ def guesses(run: Exact) -> tuple[int, int]:
 
 
 class Lab:
-    """Trains on four ranks of the farm and keeps every bit."""
+    """Trains on four ranks of the farm and records exact values."""
 
     def __init__(self, farm: Farm, folder: Path) -> None:
         self.farm = farm
@@ -187,7 +187,7 @@ CLIPPING = {"never": "100", "sometimes": "1.25", "always": "0.01"}
 @pytest.mark.parametrize("parallel", [(), tuple(DATA_PARALLEL)], ids=["pipeline", "data"])
 @pytest.mark.parametrize("clipping", CLIPPING)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_everything_is_exact(
+def test_post_validation_is_bitwise_exact(
     lab: Lab, precision: str, clipping: str, parallel: tuple[str, ...]
 ) -> None:
     # Without a loss scale nothing skips an infinite gradient: the weights of fp32 become NaN.
@@ -203,20 +203,20 @@ def test_everything_is_exact(
 
 
 @pytest.mark.slow
-def test_steps_that_are_timed_begin_in_their_turn(lab: Lab, tmp_path: Path) -> None:
-    """The trace takes the times of steps 4 to 6, and of 8 to 10 to hold beside the prediction."""
+def test_timed_steps_start_after_validation(lab: Lab, tmp_path: Path) -> None:
+    """The trace times steps 4 to 6, and steps 8 to 10 for comparison with the prediction."""
     trace = ("--pipeline-trace", str(tmp_path / "trace"))
     flags = (*BOUNDARIES, "--train-iters", "13")
     plain, ahead = lab.run(*flags), lab.run(*flags, *trace, POST_VALIDATION)
     assert ahead.equals(plain)
-    assert guesses(ahead) == (13 - 2 - 1, 0)  # none of the timed steps is begun early
+    assert guesses(ahead) == (13 - 2 - 1, 0)  # no timed step starts early
     assert "measured later: passes " in ahead.run.output[0]
     assert (tmp_path / "trace" / "trace.json").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["v-half", "zb-h1", "1f1b-v"])
-def test_other_schedules(lab: Lab, schedule: str) -> None:
+def test_post_validation_with_other_schedules(lab: Lab, schedule: str) -> None:
     flags = ("--bf16", "--loss-scale", "64", "--clip-grad", "1.2", "--pipeline-schedule", schedule)
     _, ahead = lab.both(*FIFTY, *flags, infected=(9, 20))
     guessed, undone = guesses(ahead)
@@ -242,7 +242,7 @@ def test_evaluation_and_saving_see_a_validated_state(lab: Lab, tmp_path: Path) -
     flags = (*BOUNDARIES, *EVALUATION, "--save-interval", "99")
     plain_folder, ahead_folder = str(tmp_path / "plain"), str(tmp_path / "ahead")
     plain = lab.run(*flags, "--save", plain_folder, "--exit-interval", "9")
-    # Stopped by a signal, when it has begun the next step already.
+    # Stopped by a signal after the next step has started early.
     stop = ("--exit-signal-handler", POST_VALIDATION)
     ahead = lab.run(*flags, "--save", ahead_folder, *stop, stopped=9)
     assert ahead.equals(plain)
@@ -254,7 +254,7 @@ def test_evaluation_and_saving_see_a_validated_state(lab: Lab, tmp_path: Path) -
     assert guesses(ahead) == (7 - 2 - 2, 0)  # nor before the end
 
 
-def test_where_it_gains_nothing_the_run_says_so_once(farm: Farm) -> None:
+def test_schedule_without_gain_logs_one_line(farm: Farm) -> None:
     said = "--optimizer-post-validation gains nothing with --log-interval 1: an iteration that is "
     all_schedules, other_run = (
         farm.run(4, *V_ZB, POST_VALIDATION, "--log-interval", interval).check()

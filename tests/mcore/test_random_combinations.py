@@ -1,4 +1,4 @@
-"""Random combinations of options are rejected with a reason, or have the results of 1F1B."""
+"""Random combinations of options are rejected with a reason or match 1F1B."""
 
 import random
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ def draw(seed: int) -> tuple[str, list[str], list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(32))
-def test_a_combination_is_rejected_or_right(farm: Farm, seed: int) -> None:
+def test_random_combination_is_rejected_or_correct(farm: Farm, seed: int) -> None:
     schedule, flags, package_flags = draw(seed)
     megatron_run = farm.run(4, *flags, "--pipeline-schedule", "1f1b")
     if any(megatron_run.codes):

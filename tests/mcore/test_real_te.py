@@ -1,4 +1,4 @@
-"""The adapter on Transformer Engine's own Python; its compiled extension is torch (te_on_cpu)."""
+"""The adapter on Transformer Engine's Python code; torch replaces its extension (te_on_cpu)."""
 
 import importlib.util
 import json
@@ -33,7 +33,7 @@ in_every_directory = pytest.mark.parametrize(
 
 
 @in_every_directory
-def test_gradients_equal_whole_backwards(directory: str) -> None:
+def test_split_gradients_equal_full_backward(directory: str) -> None:
     run = subprocess.run(
         [sys.executable, SCRIPT, directory], capture_output=True, text=True, timeout=300
     )
@@ -45,8 +45,8 @@ def test_gradients_equal_whole_backwards(directory: str) -> None:
 
 
 @in_every_directory
-def test_b_gathers_no_input_that_only_w_reads(directory: str, tmp_path: Path) -> None:
-    """Of two layers over a shared sequence, B gathers the second's gradient, and W it and x."""
+def test_b_does_not_gather_inputs_of_w(directory: str, tmp_path: Path) -> None:
+    """With sequence parallelism, B gathers only output gradients; W gathers inputs as well."""
     ranks = [
         subprocess.Popen(
             [sys.executable, SCRIPT, directory, str(rank), str(tmp_path / "store")],

@@ -98,7 +98,7 @@ TABLE: list[tuple[dict[str, Any], str | None]] = [
     (OVERLAPPED | {"bf16": False}, "does not work with fp32 training"),
     ({"overlap_moe_expert_parallel_comm": True}, "with --expert-model-parallel-size 1"),
     (OVERLAPPED | {"pipeline_schedule": "zb-h1"}, "with a schedule with one chunk per rank"),
-    (OVERLAPPED | {"cuda_graph_impl": "transformer_engine"}, None),  # set aside
+    (OVERLAPPED | {"cuda_graph_impl": "transformer_engine"}, None),  # ignored
     ({"timing_log_level": 2, "distributed_backend": "nccl"}, None),
     ({"use_megatron_fsdp": True}, "--use-megatron-fsdp: it supports DDP only. Use DDP"),
     ({"moe_paged_stash": True, "rampup_batch_size": [1, 1, 9]}, "with --moe-paged-stash does not"),
@@ -112,7 +112,7 @@ TABLE: list[tuple[dict[str, Any], str | None]] = [
         "each define the layers of each stage",
     ),
 ]
-"""Options beside the usual ones, and what of the sentence that refuses them, if they are."""
+"""Options in addition to the defaults, and a part of the rejection message or None."""
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +165,7 @@ def said_by_a_library(options: dict[str, Any]) -> str | None:
 
 
 @pytest.mark.parametrize(("changed", "why"), TABLE)
-def test_a_table_of_configurations(changed: dict[str, Any], why: str | None) -> None:
+def test_doctor_reports_the_expected_reason(changed: dict[str, Any], why: str | None) -> None:
     options = DEFAULT_SEARCH | changed
     by_doctor, by_training = said_by_doctor(options), said_by_training(options)
     if why is None:
@@ -187,7 +187,7 @@ def generated(count: int) -> Iterator[dict[str, Any]]:
         yield options
 
 
-def test_of_any_configuration_doctor_says_what_training_says() -> None:
+def test_doctor_and_training_report_the_same_rejections() -> None:
     verdicts = set()
     for options in generated(60):
         by_doctor, by_training = said_by_doctor(options), said_by_training(options)
@@ -197,7 +197,7 @@ def test_of_any_configuration_doctor_says_what_training_says() -> None:
     assert verdicts == {True, False}
 
 
-def test_what_doctor_says_starts_a_library_starts() -> None:
+def test_recipe_accepted_by_doctor_starts() -> None:
     started = 0
     for options in generated(60):
         if "optimizer_post_validation" not in options and not said_by_doctor(options):
@@ -206,14 +206,14 @@ def test_what_doctor_says_starts_a_library_starts() -> None:
     assert started > 5
 
 
-def test_without_the_number_of_layers_nothing_is_promised() -> None:
+def test_recipe_without_number_of_layers_is_not_accepted() -> None:
     options = {name: value for name, value in DEFAULT_SEARCH.items() if name != "num_layers"}
     assert not examined(options).starts
     assert not examined(options | {"num_layers_in_last_pipeline_stage": 3}).starts
     assert examined(options | {"pipeline_layer_split": "2,2,2,2,2,2,2,2"}).starts
 
 
-def test_all_that_is_refused_is_told() -> None:
+def test_all_rejected_options_are_reported() -> None:
     options = DEFAULT_SEARCH | {"num_layers": 18, "use_mup": True, "hybrid_context_parallel": True}
     options |= {"pipeline_vocab_parallel": True, "cuda_graph_impl": "transformer_engine"}
     whys = said_by_doctor(options)
@@ -222,11 +222,11 @@ def test_all_that_is_refused_is_told() -> None:
         assert any(part in why for why in whys)
 
 
-def test_what_is_not_given_is_taken_as_megatron_takes_it() -> None:
+def test_defaults_equal_megatrons_parser() -> None:
     assert {name: getattr(PARSED, name) for name in DEFAULTS} == DEFAULTS
 
 
-def test_sets_of_a_library_by_name() -> None:
+def test_named_mixed_precision_recipes_are_resolved() -> None:
     base = DEFAULT_SEARCH | {"optimizer_post_validation": True, "rerun_mode": "disabled"}
     assert not said_by_doctor(base | {"mixed_precision": "bf16_mixed"})
     for name, option in (("bf16_with_mxfp8_mixed", "fp8"), ("bf16_with_nvfp4_mixed", "fp4")):
@@ -244,11 +244,11 @@ HYBRID_RECIPES = {
     "nemotron_3_ultra_sft_192gpu_h100_bf16_openmathinstruct2_packed_config": (UNKNOWN, UNKNOWN),
     "nemotronh_47b_sft_16gpu_h100_bf16_config": ("98 layers do not divide among 4 stages", None),
 }
-"""What keeps each hybrid recipe of Megatron-Bridge from starting, by v-half and by zb-h1."""
+"""Rejection reason of each hybrid recipe of Megatron-Bridge under v-half and zb-h1."""
 
 
 @pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
-def test_hybrid_recipes_of_bridge(schedule: str) -> None:
+def test_hybrid_recipes_of_megatron_bridge(schedule: str) -> None:
     file = Path(__file__).parents[1] / "data" / "bridge_recipes.json"
     recipes = {
         recipe["recipe"]: recipe["options"] for recipe in json.loads(file.read_text())["recipes"]

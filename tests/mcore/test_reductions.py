@@ -1,4 +1,4 @@
-"""Data-parallel reductions that overlap, and recomputed layers: where they run, and the sums."""
+"""Overlapped data-parallel reductions and recomputed layers: their passes and their gradients."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -13,12 +13,12 @@ Train = Callable[..., Ended]
 TWO_BY_TWO = ("--pipeline-model-parallel-size", "2", "--clip-grad", "0", "--train-iters", "2")
 SMALL_BUCKETS = ("--ddp-bucket-size", "4000")
 OVERLAP = ("--overlap-grad-reduce", *SMALL_BUCKETS)
-LAST = 3  # of a step's four microbatches, the one whose W completes the sums
+LAST = 3  # the microbatch (of four) whose W completes the gradients
 
 
 @pytest.mark.parametrize("schedule", ["v-min", "v-half", "v-zb"])
 @pytest.mark.parametrize("embeddings", [(), (UNTIED,)], ids=["tied", "untied"])
-def test_a_bucket_is_reduced_in_the_w_that_completes_it(
+def test_bucket_is_reduced_in_the_w_that_completes_it(
     train: Train, schedule: str, embeddings: tuple[str, ...]
 ) -> None:
     flags = ("--pipeline-schedule", schedule, *TWO_BY_TWO, *embeddings)
@@ -62,7 +62,7 @@ RECOMPUTE = {
 
 
 @pytest.mark.parametrize("options", RECOMPUTE.values(), ids=RECOMPUTE)
-def test_recomputed_layers_have_the_same_gradients(train: Train, options: tuple[str, ...]) -> None:
+def test_recomputed_layers_have_equal_gradients(train: Train, options: tuple[str, ...]) -> None:
     flags = ("--pipeline-schedule", "v-half", "--clip-grad", "0", "--train-iters", "2", UNTIED)
     # Megatron 0.19 never ends a recomputed MLP with a bias, under its own schedules either.
     flags += ("--disable-bias-linear",)

@@ -1,4 +1,4 @@
-"""A step that fails is tried again in the same process, and nothing of the first try is left."""
+"""A failed step is retried in the same process without state of the first attempt."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
-def test_a_step_that_failed_leaves_nothing_and_the_next_try_trains_equal(
+def test_failed_step_leaves_no_state_and_the_retry_is_equal(
     train: Callable[..., Ended], farm: Farm, flags: tuple[str, ...]
 ) -> None:
     plugin = Path(__file__).parent / "restarts.py"
@@ -30,7 +30,7 @@ def test_a_step_that_failed_leaves_nothing_and_the_next_try_trains_equal(
     for key in ("losses", "grad_norms"):
         assert (
             restarted.record[key][:2] == restarted.record[key][2:4]
-        )  # steps 1 and 2 of both tries
+        )  # steps 1 and 2 of both attempts
         assert restarted.record[key][2:] == uninterrupted.record[key]
     actual, expected = restarted.merged("parameters"), uninterrupted.merged("parameters")
     assert actual.keys() == expected.keys()

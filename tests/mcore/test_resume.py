@@ -1,4 +1,4 @@
-"""A run that stops, saves and resumes computes what the run that went on computes, bitwise."""
+"""A stopped, saved and resumed run is bitwise equal to an uninterrupted run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,21 +24,21 @@ def test_steps_after_resuming_equal_those_without_a_stop(
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-def test_sigterm_in_mid_step_saves_and_ends_all_ranks(
+def test_sigterm_during_a_step_saves_and_ends_all_ranks(
     train: Callable[..., Ended], farm: Farm, tmp_path: Path
 ) -> None:
     flags = ("--pipeline-schedule", "v-half", *FIVE, "--ckpt-format", "torch_dist")
     plugin = Path(__file__).parent / "sigterm.py"
     saved = ("--save", str(tmp_path), "--save-interval", "1000", "--exit-signal-handler")
     first = farm.run(4, *flags, *saved, plugin=plugin).check()
-    assert len(first.record["losses"]) == 3  # the step that it came in was finished
+    assert len(first.record["losses"]) == 3  # the interrupted step was finished
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
     second = farm.run(4, *flags, "--load", str(tmp_path)).check()
     uninterrupted = train(4, "--pipeline-schedule", "v-half", *FIVE)
     assert first.record["losses"] + second.record["losses"] == uninterrupted.record["losses"]
 
 
-def test_loaders_processes_and_threads_that_send_end_with_the_trainer(farm: Farm) -> None:
+def test_data_loaders_and_send_threads_end_with_the_trainer(farm: Farm) -> None:
     # The processes ignore SIGTERM then, so a trainer that leaves them waits and never ends.
     flags = ("--pipeline-schedule", "v-half", "--num-workers", "1", "--exit-signal-handler")
     farm.run(2, *flags, plugin=Path(__file__).parent / "started_for_training.py").check()

@@ -1,7 +1,7 @@
-"""Router replay: recorded choices, and replayed ones, reach their own layer and microbatch.
+"""Router replay: recorded and replayed routing choices reach the right layer and microbatch.
 
-`router_replay_utils` sorts and gathers as verl does: by Megatron's get_schedule_table, which it has
-imported by name, and by the placement of Megatron's interleaved schedule.
+`router_replay_utils` sorts and gathers like verl: by Megatron's get_schedule_table, imported by
+name, and by the placement of Megatron's interleaved schedule.
 """
 
 import sys
@@ -27,7 +27,7 @@ from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.refusals import UnsupportedError
 
 V_HALF: Any = SimpleNamespace(stage_map=StageMap((0, 1, 1, 0), (2, 2, 2, 2)))
-SIZES = (4, 2, 2)  # microbatches, chunks, and the microbatches of a group
+SIZES = (4, 2, 2)  # microbatches, chunks, microbatches per group
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def client() -> Iterator[ModuleType]:
     del sys.modules["a_client"]
 
 
-def test_a_client_is_reached_by_name_and_gets_megatrons_order_while_none_is_chosen(
+def test_imported_function_uses_megatrons_order_without_a_schedule(
     client: ModuleType,
 ) -> None:
     assert client.get_schedule_table is schedules.get_schedule_table
@@ -59,7 +59,7 @@ def test_sorting_before_the_step_that_records_is_rejected() -> None:
     session.pipeline = SimpleNamespace(stage_map=StageMap((0, 1, 1, 0), (3, 3, 2, 0)))
     with pytest.raises(UnsupportedError, match="stages 3 of layer split 3,3,2,0 have no layers"):
         table(*SIZES)
-    assert table(4, 1, 2) == [4, 1, 2]  # one chunk runs in the order of the microbatches
+    assert table(4, 1, 2) == [4, 1, 2]  # one chunk runs microbatches in order
     session.is_capturing = True
     assert table(*SIZES) == list(SIZES)
 
@@ -110,7 +110,7 @@ def replayed(
 ) -> list[dict[str, Any]]:
     folder = folder / f"{Path(str(schedule)).stem}-{recomputes}-{len(options)}"
     folder.mkdir()
-    trainer = folder / "trainer.py"  # imported, as a library is
+    trainer = folder / "trainer.py"  # imported as a library
     trainer.write_text("from replays_routers import start")
     config = CONFIG | (RECOMPUTE if recomputes else {})
     settings = {
@@ -157,7 +157,7 @@ def compare(package_ranks: list[dict[str, Any]], megatron_ranks: list[dict[str, 
         pytest.param("v-half", 4, True, {"vocab_parallel": True}, marks=pytest.mark.slow),
     ],
 )
-def test_choices_reach_their_own_layer_and_microbatch(
+def test_routing_choices_reach_the_right_layer_and_microbatch(
     farm: Farm,
     tmp_path: Path,
     schedule: str,
@@ -170,7 +170,7 @@ def test_choices_reach_their_own_layer_and_microbatch(
     package_ranks = replayed(farm, tmp_path, schedule, ranks, recomputes=recomputes, **options)
     assert package_ranks[0]["chunks"] == 2
     compare(package_ranks, megatron_ranks)
-    # What a recomputation in B replays is used up, each once.
+    # Recomputation in B consumes each replayed choice once.
     assert {remaining for record in package_ranks for remaining in record["left"]} == {
         0 if recomputes else 7
     }

@@ -1,4 +1,4 @@
-"""What a step begun early takes to be undone."""
+"""Rollback of a step that started early."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from megatron_vshape.mcore.observe.report import static_memory
 
 
 class Tracker:
-    """As Transformer Engine's: its states are generators that drawing changes."""
+    """A tracker like Transformer Engine's, whose states are random generators."""
 
     def __init__(self) -> None:
         self.states: dict[str, Any] = {"model": torch.Generator(), "old": torch.zeros(1)}
@@ -27,7 +27,7 @@ class Tracker:
         self.states = states
 
 
-def test_the_same_numbers_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollback_restores_random_states(monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = Tracker()
     monkeypatch.setattr(
         rollback, "tensor_parallel", SimpleNamespace(get_cuda_rng_tracker=lambda: tracker)
@@ -59,8 +59,8 @@ def test_the_copy_counts_as_memory() -> None:
     assert memory.total == without.total + memory.copy
 
 
-def test_tensors_that_are_alike_are_copied_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a mixed list torch copies tensor by tensor, and Adam's step counts stay on the host."""
+def test_tensors_of_one_kind_are_copied_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch copies mixed lists tensor by tensor, and Adam's step counts are on the host."""
     calls: list[set[Any]] = []
     copy = torch._foreach_copy_
 
@@ -71,7 +71,7 @@ def test_tensors_that_are_alike_are_copied_by_one_call(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "_foreach_copy_", counted)
     dtypes = (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)
     parameters = [nn.Parameter(torch.rand(3, 2).to(dtype)) for dtype in dtypes]
-    optimizer = torch.optim.Adam(parameters, lr=0.1)  # or 16 bits round a step away
+    optimizer = torch.optim.Adam(parameters, lr=0.1)  # otherwise 16-bit rounding removes the update
 
     def step() -> None:
         sum(parameter.float().square().sum() for parameter in parameters).backward()

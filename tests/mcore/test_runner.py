@@ -1,4 +1,4 @@
-"""What the function that Megatron calls for every step leaves behind."""
+"""State after a call of the forward-backward function."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,21 +17,21 @@ from megatron_vshape.mcore.step.stage import MegatronStage, PassResults, StepCon
 from megatron_vshape.mcore.step_state import StepState, device_of
 
 
-def test_weight_jobs_of_a_step_that_failed_are_let_go_of() -> None:
+def test_weight_jobs_of_a_failed_step_are_freed() -> None:
     state = StepState()
-    runner = PipelineRunner.__new__(PipelineRunner)  # the whole of it needs process groups
+    runner = PipelineRunner.__new__(PipelineRunner)  # the full step needs process groups
     runner._state, runner._transport, runner._step_features = state, None, ()
     with state.jobs.collect((3, 0)):
         pass
     runner.free_state()
-    with state.jobs.collect((3, 0)):  # of the first step of another run
+    with state.jobs.collect((3, 0)):  # from the first step of another run
         pass
 
 
-def test_a_step_connects_communicators_that_a_library_has_replaced() -> None:
+def test_step_connects_communicators_replaced_by_a_library() -> None:
     calls: list[str] = []
     runner = PipelineRunner.__new__(PipelineRunner)
-    runner._transport = SimpleNamespace(  # of the step before
+    runner._transport = SimpleNamespace(  # from the previous step
         reconnect=lambda: calls.append("reconnect"), expect=lambda *_: calls.append("expect")
     )
     runner._ready_transport(SimpleNamespace(pipeline_dtype=torch.float32), (4, 1, 8), None, None)
@@ -46,7 +46,7 @@ class TwoOutputs(StepHook):
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
-def test_a_stage_that_returns_several_tensors_is_rejected(forward_only: bool) -> None:
+def test_stage_with_several_output_tensors_is_rejected(forward_only: bool) -> None:
     step: Any = SimpleNamespace(
         hooks=[TwoOutputs()],
         state=StepState(),
@@ -63,7 +63,7 @@ def test_a_stage_that_returns_several_tensors_is_rejected(forward_only: bool) ->
         stage.forward(0, torch.ones(2))
 
 
-def test_passes_in_another_order_than_captured_are_rejected() -> None:
+def test_pass_order_other_than_the_captured_one_is_rejected() -> None:
     state = StepState(captured_passes=[(Kind.F, 0, 0), (Kind.B, 0, 0), (Kind.W, 0, 0)])
     context = StepContext.__new__(StepContext)
     context.state, context.forward_only, context.num_replayed = state, False, 0
@@ -84,6 +84,6 @@ def test_adjusted_message_shapes_are_rejected() -> None:
         runner(adjust_tensor_shapes_fn=lambda *shapes: shapes)
 
 
-def test_a_stage_without_parameters_has_a_device() -> None:
+def test_stage_without_parameters_has_a_device() -> None:
     assert device_of([nn.Identity(), nn.Linear(1, 1, device="meta")]).type == "meta"
     assert device_of([nn.Identity()]).type == ("cuda" if torch.cuda.is_available() else "cpu")

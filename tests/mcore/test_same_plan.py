@@ -1,4 +1,4 @@
-"""What the ranks of a world must have alike before a step runs."""
+"""Agreement of all ranks on the schedule and on memory before a step runs."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +38,7 @@ def compare_programs(rank: int, names: tuple[str, ...]) -> list[str]:
     return said
 
 
-def test_ranks_with_unlike_orders_all_know() -> None:
+def test_different_pass_orders_fail_on_all_ranks() -> None:
     said = run_ranks(3, compare_programs, ("v-half", "v-half", "v-zb"))
     (text,) = said[0]
     assert said == [[text]] * 3
@@ -92,7 +92,7 @@ def compare_what_b_runs(rank: int, shares: tuple[float, ...]) -> str:
 
 
 @pytest.mark.slow
-def test_ranks_that_run_unlike_jobs_in_a_b_all_know() -> None:
+def test_different_wgrad_overlaps_fail_on_all_ranks() -> None:
     assert run_ranks(2, compare_what_b_runs, (0.5, 0.5)) == ["", ""]
     said = run_ranks(2, compare_what_b_runs, (0.5, 0.25))
     assert all("rank 1 has planned another order than rank 0" in text for text in said)
@@ -105,13 +105,13 @@ def held_by_all(rank: int) -> list[StaticMemory]:
 
 
 @pytest.mark.slow
-def test_of_replicas_the_one_that_holds_most_counts() -> None:
+def test_memory_of_the_largest_replica_counts() -> None:
     expected = [StaticMemory(10, 10, 1, 0, 0), StaticMemory(10, 10, 100, 0, 0)]
     assert run_ranks(4, held_by_all) == [expected] * 4
 
 
 class Quantized(torch.Tensor):
-    """A parameter whose bytes are those of a tensor within, as Transformer Engine's in FP8."""
+    """A parameter that stores its bytes in an inner tensor, like Transformer Engine's FP8."""
 
     data_: torch.Tensor
 
@@ -129,7 +129,7 @@ class Quantized(torch.Tensor):
         raise NotImplementedError(func)
 
 
-def test_quantized_parameters_count_as_what_they_hold() -> None:
+def test_quantized_parameters_count_their_storage() -> None:
     parameter = Quantized(torch.zeros(30, dtype=torch.uint8))
     with pytest.raises(RuntimeError):
         parameter.untyped_storage().data_ptr()
@@ -139,7 +139,7 @@ def test_quantized_parameters_count_as_what_they_hold() -> None:
     assert (memory.parameters, memory.optimizer) == (30, 15 * 4 + 2 * 15 * 4)
 
 
-def test_quantized_activations_count_as_what_they_hold() -> None:
+def test_quantized_activations_count_their_storage() -> None:
     saved, weight = (Quantized(torch.zeros(size, dtype=torch.uint8)) for size in (30, 50))
     tracker = ActivationTracker([weight])
     tracker.add(saved)
@@ -148,7 +148,7 @@ def test_quantized_activations_count_as_what_they_hold() -> None:
     assert tracker.peak_bytes == 30
 
 
-def test_what_passes_allocate_and_free_is_kept_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workspace_of_passes_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     report = RunReport(StepState(), "auto", [], None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5000)

@@ -1,6 +1,6 @@
-"""A checkpoint by ranks loads with the layers that it was saved with, and with no others.
+"""A rank-wise checkpoint loads only with the layer placement that saved it.
 
-These are checkpoints of --ckpt-format torch, and the default state of distributed optimizers.
+Rank-wise: --ckpt-format torch, and the default state of distributed optimizers.
 """
 
 from argparse import Namespace
@@ -43,26 +43,28 @@ def saved(**changed: object) -> Namespace:
     return Namespace(**(settings | changed))
 
 
-def test_megatrons_own_checkpoints_have_layers_in_its_order() -> None:
+def test_megatron_checkpoints_use_megatrons_layer_order() -> None:
     assert saved_layers(saved()) == LOOPING
     assert saved_layers(saved(pipeline_schedule="interleaved-1f1b")) == LOOPING
     one = saved(virtual_pipeline_model_parallel_size=None)
     assert saved_layers(one) == [[[0, 1, 2, 3, 4]], [[5, 6, 7, 8, -1]]]
 
 
-def test_what_the_record_says_counts() -> None:
+def test_recorded_layers_have_priority() -> None:
     layers = [[[0, 1], [8, -1]], [[2, 3, 4], [5, 6, 7]]]
     assert saved_layers(saved(pipeline_schedule="v-half", **{RECORD: layers})) == layers
 
 
-def test_other_checkpoints_may_not_tell(caplog: pytest.LogCaptureFixture) -> None:
-    assert saved_layers(saved(pipeline_schedule="v-half")) is None  # of a version without a record
-    assert saved_layers(saved(num_layers=7)) is None  # no split of Megatron
+def test_checkpoint_without_known_layers_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert (
+        saved_layers(saved(pipeline_schedule="v-half")) is None
+    )  # from a version without a record
+    assert saved_layers(saved(num_layers=7)) is None  # not a split of Megatron
     check_layers(None, LOOPING, "/folder")
     assert "does not state which rank had which layers" in caplog.text
 
 
-def test_layouts_and_patterns_have_layers_by_chunk_then_rank() -> None:
+def test_layouts_and_patterns_order_layers_by_chunk_then_rank() -> None:
     layout = saved(pipeline_model_parallel_layout="Et|tt|tttt|tmL", mtp_num_layers=1)
     ranks = [[[0, 1], [4, 5, 6, 7]], [[2, 3], [8, 9, -1]]]
     assert saved_layers(layout) == ranks
@@ -86,7 +88,7 @@ COUNTED = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeli
         (15, {COUNTED[0]: True}),
     ],
 )
-def test_layers_are_those_that_megatron_builds(
+def test_layers_equal_those_built_by_megatron(
     num_layers: int, options: dict[str, Any], chunks: int | None
 ) -> None:
     config: Any = SimpleNamespace(
@@ -113,7 +115,7 @@ def test_layers_are_those_that_megatron_builds(
     ]
 
 
-def test_all_ranks_have_rows_of_a_shared_vocabulary() -> None:
+def test_vocabulary_parallelism_adds_rows_to_all_ranks() -> None:
     stage_map = StageMap((0, 1, 1, 0), (2, 2, 2, 2))
     expected = [[[0, 1, 2], [7, 8, -1]], [[3, 4], [5, 6]]]
     assert layers_of_stages(stage_map) == expected
@@ -136,18 +138,18 @@ def test_optimizer_state_of_unknown_layers_is_rejected() -> None:
     check_optimizer_state(LOOPING, LOOPING, "/folder")
 
 
-def test_layers_are_known_from_the_config_that_megatron_bridge_saves(tmp_path: Path) -> None:
+def test_layers_are_read_from_the_saved_megatron_bridge_config(tmp_path: Path) -> None:
     sizes = "num_layers: 8, pipeline_model_parallel_size: 2"
     for model, layers in (
         (f"{sizes}, virtual_pipeline_model_parallel_size: 2", LOOPING),
-        (f"{sizes}, pipeline_model_parallel_layout: Etttt|ttttL", None),  # maybe of a V
+        (f"{sizes}, pipeline_model_parallel_layout: Etttt|ttttL", None),  # may be a V
     ):
         (tmp_path / "run_config.yaml").write_text(f"model: {{{model}}}")
         assert saved_layers(optimizer_state._saved_by_bridge(str(tmp_path))) == layers
     assert saved_layers(optimizer_state._saved_by_bridge(str(tmp_path / "none"))) is None
 
 
-def test_the_error_names_a_difference() -> None:
+def test_error_names_the_different_layers() -> None:
     here = [[[0], [7, 8, -1]], [[1, 2, 3, 4], [5, 6]]]
     with pytest.raises(UnsupportedError) as rejected:
         check_layers(LOOPING, here, "/folder")
@@ -159,7 +161,7 @@ def test_the_error_names_a_difference() -> None:
 
 @pytest.fixture(scope="module")
 def folder(farm: Farm, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a checkpoint by ranks that v-half has saved after two steps, of 2 layers a chunk."""
+    """Save a rank-wise v-half checkpoint after two steps, with 2 layers per chunk."""
     path = tmp_path_factory.mktemp("saved")
     farm.run(2, *V_HALF.split(), *SAVED, "--save", str(path)).check()
     return path
@@ -176,7 +178,7 @@ def rejected(run: Ended) -> bool:
     return run.codes == [1, 1] and is_told == [True, False]
 
 
-def test_the_same_placement_resumes(farm: Farm, folder: Path) -> None:
+def test_same_placement_resumes(farm: Farm, folder: Path) -> None:
     uninterrupted = farm.run(2, *V_HALF.split(), "--train-iters", "3").check()
     run = farm.run(2, "--pipeline-schedule", "v-zb", *LOADED, "--load", str(folder)).check()
     (step,) = run.record["losses"]
@@ -186,7 +188,7 @@ def test_the_same_placement_resumes(farm: Farm, folder: Path) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        f"{V_HALF} --pipeline-layer-split 3,1,3,1",  # of as many parameters: even the moments fit
+        f"{V_HALF} --pipeline-layer-split 3,1,3,1",  # equal parameter counts: even the moments fit
         f"{V_HALF} --pipeline-layer-split 1,3,2,2 --no-load-optim",
         f"{V_HALF} --pipeline-vocab-parallel --no-load-optim",
         pytest.param(
@@ -196,7 +198,7 @@ def test_the_same_placement_resumes(farm: Farm, folder: Path) -> None:
         pytest.param("--pipeline-schedule zb-h1 --no-load-optim", marks=pytest.mark.slow),
     ],
 )
-def test_other_places_are_rejected(farm: Farm, folder: Path, flags: str) -> None:
+def test_other_placements_are_rejected(farm: Farm, folder: Path, flags: str) -> None:
     run = farm.run(2, *flags.split(), *LOADED, "--load", str(folder), timeout_s=60)
     assert rejected(run), run.output
 
@@ -206,7 +208,7 @@ def test_other_places_are_rejected(farm: Farm, folder: Path, flags: str) -> None
     ("chunks", "schedule", "loads"),
     [("", "zb-h1", True), ("", "v-half", False), (TWO_CHUNKS, "v-half", False)],
 )
-def test_a_checkpoint_of_megatron_alone(
+def test_checkpoint_of_stock_megatron(
     farm: Farm, tmp_path: Path, chunks: str, schedule: str, loads: bool
 ) -> None:
     farm.run(2, *chunks.split(), *SAVED, "--save", str(tmp_path), stock=True).check()
@@ -217,7 +219,7 @@ def test_a_checkpoint_of_megatron_alone(
 
 
 @pytest.mark.slow
-def test_the_fix_that_the_error_names(farm: Farm, folder: Path, tmp_path: Path) -> None:
+def test_fix_from_the_error_message_works(farm: Farm, folder: Path, tmp_path: Path) -> None:
     converts = ("--ckpt-convert-format", "torch_dist", "--ckpt-convert-save", str(tmp_path))
     run = farm.run(2, *V_HALF.split(), *LOADED, "--load", str(folder), *converts)
     assert "converted checkpoint: torch -> torch_dist" in run.output[0]
@@ -286,7 +288,7 @@ def assert_rejects_state(run: Ended, *texts: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "placement"),
     [
-        # As many parameters per rank and chunk: Megatron would load the state of other layers.
+        # Equal parameter counts per rank and chunk: Megatron would load the state of other layers.
         (f"{V_HALF} --pipeline-layer-split 3,1,3,1", "has embedding, 1, 2, 3 | 8, output here"),
         (f"{V_HALF} --pipeline-vocab-parallel", "7, 8, output, vocabulary rows here"),
         ("", "has embedding, 1, 2, 3, 4 here"),  # stock Megatron with this package registered
@@ -313,7 +315,7 @@ def test_default_optimizer_state_of_stock_megatron_is_rejected_under_a_v(
 
 
 @pytest.mark.slow
-def test_the_fixes_for_default_optimizer_state(farm: Farm, tmp_path: Path) -> None:
+def test_fixes_for_default_optimizer_state_work(farm: Farm, tmp_path: Path) -> None:
     """Interleaved layers load under the same placement, and convert to those of a V."""
     saved_run = save_state(farm, tmp_path / "default", *TWO_CHUNKS.split(), stock=True)
     grouped = ("--pipeline-schedule", "grouped-interleaved-1f1b")

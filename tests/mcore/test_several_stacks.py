@@ -1,7 +1,7 @@
-"""Models that are not one stack of layers: refused before they are built, or none of our business.
+"""Models with several layer stacks are rejected before construction or run under Megatron.
 
 pretrain_vlm.py and examples/multimodal build a LLaVAModel, pretrain_t5.py a T5Model, examples/mimo
-a MimoModel; where the parts of such a model have pipelines of their own, Megatron's trainer passes
+a MimoModel; if the parts of such a model have separate pipelines, Megatron's trainer passes
 a MultiModuleProcessGroupCollection and a MultiModulePipelineCommunicator.
 """
 
@@ -33,7 +33,7 @@ STACKS = [hook for hook in MODELS if not hook.attribute.startswith("GPTModel")]
 
 
 def empty(kind: type) -> Any:
-    """Return an object of a kind whose making would take process groups."""
+    """Return an uninitialized object of a class whose constructor needs process groups."""
     return object.__new__(kind)
 
 
@@ -47,7 +47,7 @@ def registered() -> Iterator[None]:
 
 
 def choose() -> None:
-    """Make a config, by which the library's pipeline is chosen."""
+    """Build a config, which selects the pipeline of the library."""
     TransformerConfig(
         num_layers=4,
         hidden_size=8,
@@ -57,7 +57,7 @@ def choose() -> None:
     )
 
 
-def test_the_models_are_found_here() -> None:
+def test_multi_stack_model_modules_exist() -> None:
     assert {hook.attribute.partition(".")[0] for hook in STACKS} == {
         "LLaVAModel",
         "T5Model",
@@ -67,10 +67,10 @@ def test_the_models_are_found_here() -> None:
 
 
 @pytest.mark.parametrize("hook", STACKS, ids=lambda hook: hook.attribute)
-def test_a_model_of_several_stacks_is_refused_before_it_is_built(hook: registry.Hook) -> None:
+def test_multi_stack_model_is_rejected_before_it_is_built(hook: registry.Hook) -> None:
     name = hook.attribute.partition(".")[0]
     kind = getattr(importlib.import_module(hook.module), name)
-    with pytest.raises(TypeError):  # Megatron's own: there are no arguments
+    with pytest.raises(TypeError):  # Megatron's: without arguments
         kind()
     choose()
     with pytest.raises(RefusedError) as refused:
@@ -79,7 +79,7 @@ def test_a_model_of_several_stacks_is_refused_before_it_is_built(hook: registry.
     assert "\n" not in str(refused.value)
 
 
-def test_several_modules_keep_megatrons_own_function_or_are_refused() -> None:
+def test_multi_module_pipelines_use_megatron_or_are_rejected() -> None:
     modules = empty(MultiModuleProcessGroupCollection)
     if (
         "schedule_pg_collection"
@@ -104,7 +104,7 @@ def test_several_modules_keep_megatrons_own_function_or_are_refused() -> None:
     "pg_collection" not in inspect.signature(megatron.training.pretrain).parameters,
     reason="from 0.19 on pretrain takes process groups",
 )
-def test_pretrain_refuses_several_modules_before_it_begins() -> None:
+def test_pretrain_rejects_multi_module_pipelines_at_start() -> None:
     choose()
     config: Any = None
     steps = (lambda *_: None, None, lambda *_: None)
@@ -115,7 +115,7 @@ def test_pretrain_refuses_several_modules_before_it_begins() -> None:
 
 
 def provided(provider: Any, num_chunks: int, **options: Any) -> Any:
-    """Return what a script's provider builds when Megatron asks for rank 0's first chunk."""
+    """Return the model that a script's provider builds for the first chunk of rank 0."""
     session: Any = Session()
     if num_chunks:
         session.pipeline = SimpleNamespace(
@@ -126,8 +126,8 @@ def provided(provider: Any, num_chunks: int, **options: Any) -> Any:
     return training._model_provider(session, provider)(True, True, **options)
 
 
-def test_a_provider_that_knows_no_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pretrain_vlm.py's takes no vp_stage; without a schedule, and with one chunk, that is fine."""
+def test_model_provider_without_vp_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pretrain_vlm.py has no vp_stage, which works without a schedule or with one chunk."""
 
     def provider(pre_process: bool, post_process: bool, config: Any = None) -> Any:
         return pre_process, post_process

@@ -1,4 +1,4 @@
-"""Microbatches in slices: the losses and gradients of whole ones, and of 1F1B, to rounding."""
+"""Sliced microbatches: losses and gradients equal unsliced ones and 1F1B to rounding."""
 
 import json
 import os
@@ -90,7 +90,7 @@ MORE: dict[str, dict[str, Any]] = {
     f"{name}, {slices}": {"schedule": name, "slices": slices, "ranks": 4, "layers": 8}
     for name in NAMES
     for slices in (1, 2, 4, 8)
-    if slices > 1 or name not in MEGATRONS_OWN  # which a library runs without this package
+    if slices > 1 or name not in MEGATRONS_OWN  # a library runs them without this package
 } | {
     "tensor-parallel": {"schedule": "v-zb", "slices": 2, "tensor": 2},
     "grouped, tensor-parallel": {"schedule": "v-half", "slices": 4, "tensor": 2, "groups": 2},
@@ -151,7 +151,7 @@ MUTANTS = {
 
 
 def run_cases(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return what `sliced_steps` tells of these cases."""
+    """Return the reports of `sliced_steps` for these cases."""
     program = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(cases)]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     ended = subprocess.run(
@@ -175,7 +175,7 @@ def assert_equal(reports: dict[str, dict[str, Any]], slices: dict[str, int]) -> 
             assert "error" not in difference, (name, difference["error"])
             assert difference["kept"] == 0, name
             max_difference = 0 if slices[name] == 1 else MOST
-            if name == "global":  # Megatron takes that mean in 32 bits
+            if name == "global":  # Megatron computes that mean in 32 bits
                 max_difference = 1e-6
             assert difference["gradients"] <= max_difference, (name, against, difference)
             assert difference["losses"] <= MOST, (name, against, difference)
@@ -187,16 +187,16 @@ def reports() -> dict[str, dict[str, Any]]:
     return run_cases(CASES | MUTANTS)
 
 
-def test_gradients_and_losses_are_those_of_whole_microbatches(
+def test_sliced_gradients_and_losses_equal_unsliced(
     reports: dict[str, dict[str, Any]],
 ) -> None:
-    """To rounding; of one slice through the same path bit by bit."""
+    """Equal to rounding; one slice on the same path is bitwise equal."""
     case_reports = {name: reports[name] for name in CASES}
     assert_equal(case_reports, {name: case["slices"] for name, case in CASES.items()})
 
 
 def test_gradients_of_keys_and_values_are_summed_in_one_buffer() -> None:
-    """In 32 bits, with the bits of one sum per slice, and without another copy."""
+    """In 32 bits, bitwise equal to one sum per slice, without another copy."""
     count, slice_tokens = 4, 3
     total = count * slice_tokens
     keys_values = KeysValues([torch.empty(slice_tokens, 1, 2, 5, dtype=torch.bfloat16)], total)
@@ -221,14 +221,14 @@ def test_gradients_of_keys_and_values_are_summed_in_one_buffer() -> None:
 
 
 @pytest.mark.slow
-def test_every_name_and_option() -> None:
+def test_every_named_schedule_and_option() -> None:
     assert_equal(run_cases(MORE), {name: case["slices"] for name, case in MORE.items()})
 
 
-def test_what_goes_wrong_between_slices_shows(reports: dict[str, dict[str, Any]]) -> None:
+def test_faults_between_slices_are_detected(reports: dict[str, dict[str, Any]]) -> None:
     for name in MUTANTS:
         difference = reports[name]["whole"]
-        if name == "out of turn":  # the call that later slices take their part of is not there
+        if name == "out of turn":  # later slices have no call to slice
             assert "KeyError" in difference["error"]
         else:
             assert difference["gradients"] > 1e-3, (name, difference)
@@ -281,9 +281,7 @@ def test_training_in_64_bits_equals_megatrons_1f1b(train: Callable[..., Ended], 
 
 
 @pytest.mark.slow
-def test_a_planned_order_of_slices_trains_like_1f1b(
-    train: Callable[..., Ended], tmp_path: Path
-) -> None:
+def test_planned_slices_train_like_1f1b(train: Callable[..., Ended], tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     file.write_text(Costs.uniform(4, 8, 100, 120, 90, 5, host=1.0).to_json())
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
@@ -324,7 +322,7 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_what_slices_do_not_go_with_is_refused(name: str) -> None:
+def test_options_unsupported_with_slices_are_rejected(name: str) -> None:
     check_slices(1, Namespace(**{name: GIVEN[name]}))
     with pytest.raises(UnsupportedError, match="--pipeline-slices does not work with "):
         check_slices(2, Namespace(**{name: GIVEN[name]}))
@@ -383,7 +381,7 @@ def test_all_balancing_types_of_megatron_are_reviewed() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["*-|*E/*-", None])
-def test_nothing_is_refused_of_a_plain_model(pattern: str | None) -> None:
+def test_plain_model_is_accepted(pattern: str | None) -> None:
     plain = {"context_parallel_size": 1, "num_experts": None, "cuda_graph_impl": "none"}
     plain |= {"hybrid_layer_pattern": pattern}
     supported_arguments = {"position_embedding_type": "rope", "mtp_num_layers": 2}
@@ -403,7 +401,9 @@ def test_nothing_is_refused_of_a_plain_model(pattern: str | None) -> None:
         ),
     ],
 )
-def test_slices_are_alike(slices: int, length: int, tensor: int, message: str) -> None:
+def test_slices_must_have_equal_lengths(
+    slices: int, length: int, tensor: int, message: str
+) -> None:
     options = Namespace(
         seq_length=length, tensor_model_parallel_size=tensor, sequence_parallel=tensor > 1
     )
@@ -416,7 +416,7 @@ def options(**settings: Any) -> Options:
     return Options(**{"schedule": "v-zb", "timeout_seconds": 9.0, "slices": 4} | settings)
 
 
-def test_a_file_says_its_slices(tmp_path: Path) -> None:
+def test_schedule_file_defines_its_slices(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(make("v-zb", 2, 3, slices=4).to_json())
     choice = resolve_schedule(options(schedule=str(file), slices=1), 2)
@@ -427,13 +427,13 @@ def test_a_file_says_its_slices(tmp_path: Path) -> None:
         Planner(choice).plan_step(12)
 
 
-def test_a_schedule_by_name_does_not_choose_its_slices() -> None:
+def test_named_schedule_rejects_automatic_slices() -> None:
     with pytest.raises(ScheduleError, match="auto requires --pipeline-schedule auto: with v-zb"):
         resolve_schedule(options(slices="auto"), 2)
 
 
 def auto(tmp_path: Path, host: float, **settings: Any) -> Options:
-    """Return the options of a planned run whose passes take so much beside their share."""
+    """Return the options of a planned run with `host` microseconds of launch overhead per pass."""
     file = tmp_path / "costs.json"
     file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5, host=host).to_json())
     return options(**{"schedule": "auto", "slices": "auto", "costs_file": str(file)} | settings)
@@ -450,7 +450,7 @@ def test_auto_chooses_slices_for_a_run(tmp_path: Path, host: float, chosen: int)
     assert (schedule.slices, schedule.num_microbatches) == (chosen, 2 * chosen)
 
 
-def test_auto_has_what_the_sequence_and_the_model_allow(
+def test_auto_searches_only_valid_slice_counts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     package_options = auto(tmp_path, 1.0)
@@ -469,7 +469,7 @@ def test_auto_has_what_the_sequence_and_the_model_allow(
     assert "microbatches stay whole: --pipeline-slices does not work with" in caplog.text
 
 
-def test_a_planned_run_takes_one_number(tmp_path: Path) -> None:
+def test_planned_run_uses_one_slice_count(tmp_path: Path) -> None:
     package_options = auto(tmp_path, 1.0, slices=4)
     assert Planner(resolve_schedule(package_options, 2)).plan_step(2).schedule.slices == 4
     file = tmp_path / "mine.json"
@@ -478,7 +478,7 @@ def test_a_planned_run_takes_one_number(tmp_path: Path) -> None:
     assert options_in("schedule=auto,slices=auto") == {"schedule": "auto", "slices": "auto"}
 
 
-def test_a_script_must_return_what_the_model_does() -> None:
+def test_forward_step_must_return_the_model_output() -> None:
     def step(iterator: Any, model: Any) -> Any:
         return model(torch.zeros(1, 8)) + 1, None
 
@@ -498,7 +498,7 @@ class Plain(torch.nn.Module):
         ({"labels": "whole"}, "cannot slice labels, str, with which the model was called for 8 "),
     ],
 )
-def test_what_cannot_be_cut_is_told(inputs: dict[str, Any], message: str) -> None:
+def test_inputs_that_cannot_be_sliced_are_rejected(inputs: dict[str, Any], message: str) -> None:
     def step(iterator: Any, model: Any) -> Any:
         return model(torch.zeros(1, 8), **inputs), None
 
@@ -507,8 +507,8 @@ def test_what_cannot_be_cut_is_told(inputs: dict[str, Any], message: str) -> Non
 
 
 @pytest.mark.parametrize("slices", ["4", *(pytest.param(k, marks=pytest.mark.slow) for k in "128")])
-def test_what_is_held_is_what_the_plan_knows(farm: Farm, slices: str) -> None:
-    """With what slices share and owe each other."""
+def test_live_memory_equals_the_planned_memory(farm: Farm, slices: str) -> None:
+    """Including the keys, values and gradients shared between slices."""
     sizes = ("--hidden-size", "64", "--seq-length", "64", "--max-position-embeddings", "64")
     few = ("--global-batch-size", "8", "--vocab-size", "2047", "--pipeline-slices", slices)
     flags = (*FLAGS, *sizes, *few)
@@ -518,11 +518,11 @@ def test_what_is_held_is_what_the_plan_knows(farm: Farm, slices: str) -> None:
     for record, activations_mib in zip(run.records, predicted, strict=True):
         model = activations_mib * 2**20 + (record["most_posted"] + 1) * message_bytes
         assert record["live_bytes"] == pytest.approx(model, rel=0.05)
-        assert record["left_bytes"] <= 8 * message_bytes + 48_000  # gloo's, and the reports
+        assert record["left_bytes"] <= 8 * message_bytes + 48_000  # of gloo and of the reports
 
 
-def test_a_loss_of_balance_that_is_made_again_is_refused() -> None:
-    """Recomputing makes it in the backward, before the other slices' tokens are known there."""
+def test_recomputed_load_balancing_loss_is_rejected() -> None:
+    """Recomputation computes the loss in the backward, before other slices' tokens are known."""
     router = SimpleNamespace(
         config=SimpleNamespace(recompute_granularity="full", recompute_modules=None),
         is_aux_loss_enabled=lambda: True,
