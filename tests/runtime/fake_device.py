@@ -1,11 +1,11 @@
-"""GPUs without a GPU: hosts run the real runtime over devices on which a message is a kernel.
+"""Fake GPUs: hosts run the real runtime on simulated devices, where a message is a kernel.
 
-As on a GPU, a host launches kernels and goes on; what it launches runs on streams, later, in any
-order that streams, events and the hardware's queues allow. A receive or a send is a kernel that
-holds thread blocks until the other end has started too and the transfer has ended. One thing
-happens at a time, a host's step or the end of a kernel, drawn from a seed: the same seed, the same
-run. Device memory has contents, at the device's time, so that a kernel that runs too early reads
-the wrong message; and torch's own sanitizer of CUDA is told all that is launched.
+As on a GPU, a host launches kernels and continues. Kernels run later on streams, in any order that
+streams, events and the hardware queues allow. A receive or a send is a kernel that occupies thread
+blocks until its peer has started too and the transfer has ended. The simulation runs one event at a
+time, a step of a host or the end of a kernel, drawn from a seed: the same seed gives the same run.
+Device memory has contents at device time, so a kernel that runs too early reads the wrong message.
+All launches are also reported to torch's CUDA sanitizer.
 """
 
 import itertools
@@ -30,7 +30,7 @@ with patch.object(torch._C, "_activate_gpu_trace", lambda: None):  # real GPUs a
     from torch.cuda import _sanitizer
 
 MULTIPROCESSORS = 132
-SPOILT = "spoilt"  # what is in new memory, and in memory that a kernel is writing to
+SPOILT = "spoilt"  # content of new memory, and of memory that a kernel is writing to
 ANYTHING = "anything"
 
 
@@ -51,7 +51,7 @@ class Over(BaseException):
 
 
 class Storage:
-    """A block of a device's memory; free for what is allocated next as soon as nothing holds it."""
+    """A block of device memory; free for the next allocation as soon as nothing refers to it."""
 
     def __init__(self, device: "Device", num_bytes: int) -> None:
         self.device, self.num_bytes, self.stream = device, num_bytes, device.current
@@ -70,7 +70,7 @@ class Storage:
 
 
 class DeviceTensor:
-    """What the runtime may do with a tensor on a device."""
+    """The operations of the runtime on a tensor of a device."""
 
     def __init__(self, storage: Storage, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.storage, self.shape, self.dtype = storage, tuple(shape), dtype
@@ -107,7 +107,7 @@ class DeviceTensor:
 
 @dataclass(eq=False)
 class Stream:
-    """Runs what it is given in that order."""
+    """Runs its kernels in launch order."""
 
     device: "Device"
     number: int
@@ -115,7 +115,7 @@ class Stream:
 
 
 class Op:
-    """What a stream is given; by itself, a wait for what other streams were given."""
+    """An operation of a stream; the base class is a wait for operations of other streams."""
 
     thread_blocks = 0
 
@@ -132,14 +132,14 @@ class Op:
 
     def end(self) -> None:
         self.has_ended = True
-        self.needs.clear()  # else the whole run would hang on its last kernel
+        self.needs.clear()  # otherwise the whole run would hang on its last kernel
         self.stream.device.under_way -= 1
 
 
 class Kernel(Op):
-    """Computes: must find in memory what it `reads`, and leaves there what it `writes`.
+    """Compute kernel: must find its `reads` in memory and leaves its `writes` there.
 
-    Its thread blocks come and go, so that it holds up no other kernel, but it needs room for one.
+    Its thread blocks are short, so it delays no other kernel, but it needs room for one block.
     """
 
     thread_blocks = 1
@@ -230,7 +230,7 @@ class Letter:
 
 
 class Transfer:
-    """A message of which both ends have started."""
+    """A message whose sender and receiver have both started."""
 
     def __init__(self, sender: MessageKernel | Letter, receiver: MessageKernel) -> None:
         if sender.num_bytes != receiver.num_bytes:
@@ -273,7 +273,7 @@ class Event:
 
 
 class Device:
-    """One GPU and what its host knows of it."""
+    """One GPU and the state that its host knows."""
 
     def __init__(self, world: "World", rank: int) -> None:
         self.world, self.rank = world, rank
@@ -305,7 +305,9 @@ class Device:
         self.go_on()
 
     def go_on(self) -> None:
-        """Start all that can. A queue hands on in order: what cannot start holds up all behind."""
+        """Start every kernel that can start. A queue is in order: a blocked kernel blocks all later
+        ones.
+        """
         started = True
         while started:
             started = False
@@ -315,7 +317,7 @@ class Device:
                     started = True
 
     def tell(self, op: Op) -> None:
-        """Tell the sanitizer of a kernel."""
+        """Report a kernel to the sanitizer."""
         if isinstance(op, Kernel):
             reads, writes, name = set(op.reads), set(op.writes), op.name
         elif isinstance(op, MessageKernel):
@@ -336,9 +338,9 @@ class Device:
             )
 
     def allocate(self, num_bytes: int) -> int:
-        """Return memory of the current stream: what was let go of last comes first, at once.
+        """Return memory of the current stream; the block that was freed last is reused first.
 
-        The sanitizer is told of new memory only, as it would take used memory for another's.
+        Only new memory is reported to the sanitizer, which would treat reused memory as foreign.
         """
         key = self.current.number, -(-num_bytes // 512)
         if self._free.get(key):
@@ -393,7 +395,7 @@ class Device:
 
 
 class Group(dist.ProcessGroup):
-    """A communicator of two ranks, as one of them sees it; it has a stream of its own."""
+    """A communicator of two ranks, from the view of one of them, with a separate stream."""
 
     def __init__(self, device: Device, key: Hashable, ranks: Sequence[int]) -> None:
         super().__init__(ranks.index(device.rank), len(ranks))
@@ -417,7 +419,7 @@ class Work:
 
 
 class Distributed:
-    """Stands in for torch.distributed with NCCL, for every host."""
+    """Replaces torch.distributed with NCCL for every host."""
 
     ProcessGroup = dist.ProcessGroup
 
@@ -456,14 +458,14 @@ class Distributed:
         return Work(kernel)
 
     def order(self, group: Group, *, sends: bool) -> None:
-        """Have the group's stream wait for what the current stream was given until now."""
+        """Make the stream of the group wait for all work launched on the current stream so far."""
         event = Event(group.device)
         event.record()
         event.holds_up(group.stream)
 
 
 class Torch:
-    """Stands in for torch, where it makes tensors on a device or events."""
+    """Replaces torch where torch creates tensors on a device or events."""
 
     def __init__(self, world: "World") -> None:
         self._world = world
@@ -531,18 +533,18 @@ class Host:
             self.baton.acquire()
             if not world.is_over:
                 self.body(self.device)
-        except BaseException as error:  # told by the thread that runs the world
+        except BaseException as error:  # reported by the thread that runs the simulation
             self.error = error
         self.has_ended = True
         world.baton.release()
 
 
 class World:
-    """All hosts and devices, and the draw of what happens next.
+    """All hosts and devices, and the random choice of the next event.
 
-    A host runs up to `lead` passes ahead of its device, and further only where nothing else can
-    happen; if it is None, it goes on at any time. The hardware hands kernels on through so many
-    `connections`, among which the streams of a device are divided.
+    A host runs up to `lead` passes ahead of its device, and further only if no other event is
+    possible; with None it continues at any time. The hardware launches kernels through
+    `connections` queues, over which the streams of a device are distributed.
     """
 
     def __init__(
@@ -561,7 +563,7 @@ class World:
 
     @property
     def here(self) -> Device:
-        """Return the device of the host that asks."""
+        """Return the device of the calling host."""
         return self.local.host.device
 
     def meet(self, end: MessageKernel | Letter) -> None:
@@ -575,7 +577,7 @@ class World:
             self.running.append(Transfer(letters.popleft(), self._posted.pop(end.key)))
 
     def pause(self, until: Callable[[], bool] = lambda: True) -> None:
-        """Let others go on; return when this host's turn has come and `until` holds."""
+        """Let other hosts run; return when the scheduler selects this host and `until` is true."""
         host = self.local.host
         host.can_go_on = until
         self.baton.release()
@@ -586,8 +588,7 @@ class World:
     def run(self, body: Callable[[Device], None]) -> None:
         """Run a host with this body on every device, until all hosts and kernels have ended.
 
-        Raises:
-            Hangs, Race, WrongData: what their texts say.
+        Raises: Hangs, Race, WrongData: see their docstrings.
         """
         hosts = [Host(device, body) for device in self.devices]
         threads = [threading.Thread(target=host.run, daemon=True) for host in hosts]

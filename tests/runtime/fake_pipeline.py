@@ -25,7 +25,7 @@ SHAPE = (64, 2, 8)  # more than a block of memory, so that it is none that a num
 MESSAGE_BYTES = 64 * 2 * 8 * 4
 
 TO_THE_END = float("inf")
-"""A host's lead: it has launched its whole run before its device does anything."""
+"""The lead of a host that launches its whole run before its device starts."""
 
 Waits = Callable[[Device, Pass], bool]
 """Whether the host waits for its whole device inside a pass."""
@@ -70,7 +70,7 @@ WAITS: tuple[Waits, ...] = (never, always, at_first_kernels, at_random)
 
 @dataclass
 class FakeStage:
-    """A stage that reads what it is handed, and makes what tells the pass and the step."""
+    """A stage that reads its inputs, and returns values that identify the pass and the step."""
 
     device: Device
     stage: int
@@ -122,10 +122,10 @@ class FakeStage:
 
 @dataclass
 class Train:
-    """What every host does: some steps of a program, and an optimizer after each.
+    """Program of every host: some steps, and an optimizer after each.
 
-    With `ends` the hosts wait for their devices where a step is cut. With
-    `length_on_arrival` messages are of unlike length.
+    With `ends` the hosts wait for their devices where a step is cut. With `length_on_arrival`
+    messages have variable length.
     """
 
     program: Program
@@ -173,7 +173,7 @@ def stages_of(
 
 
 def optimize(device: Device) -> None:
-    """Use all memory that nothing holds, as whatever comes after a step may."""
+    """Reuse all free memory, as the code after a step may."""
     used: Sequence[DeviceTensor] = [
         device.filled(SHAPE, torch.float32, "of the optimizer") for _ in range(8)
     ]

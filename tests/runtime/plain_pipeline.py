@@ -18,7 +18,7 @@ HIDDEN = SHAPE[-1]
 
 
 def module_of(stage: int, dtype: torch.dtype) -> nn.Module:
-    """Return the layers of a stage; alike wherever and however often they are made."""
+    """Return the layers of a stage; equal for every rank and every call."""
     torch.manual_seed(1000 + stage)
     layers = nn.Sequential(
         SplitLinear(HIDDEN, 2 * HIDDEN), nn.Tanh(), SplitLinear(2 * HIDDEN, HIDDEN, bias=False)
@@ -153,7 +153,7 @@ class AliveCounter:
         self.passes += works
 
     def ends(self, *works: Pass) -> None:
-        """Count what is alive after the pass, or after both."""
+        """Count live activations after the pass, or after both."""
         self.peak = max(self.peak, sum(stage.num_alive() for stage in self.stages.values()))
 
 

@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks, each a process of its own, and return what they return."""
+"""Run a function on several gloo ranks, one process per rank, and return their results."""
 
 import multiprocessing
 import tempfile
@@ -16,14 +16,14 @@ PRELOADED = [
     *("torch", "torch.distributed", "pytest", "wandb", "pydantic"),
     *("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
 ]
-"""Imported once, by the server that the ranks are forked from: torch, and what Megatron imports.
+"""Modules imported once by the server that forks the ranks: torch, and the imports of Megatron.
 
-Megatron itself is not: on a CPU its first import must come after `cpu.install`.
+Megatron itself is not imported: on a CPU its first import must come after `cpu.install`.
 """
 
 
 class RanksFailed(AssertionError):
-    """A rank raised, died or did not end in time; the text holds every rank's traceback."""
+    """A rank raised, died or timed out; the message contains the traceback of every rank."""
 
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 50):

@@ -72,7 +72,7 @@ TWO += [Case("looping", 2, 3), Case("looping", 2, 3)]
 
 
 def run_case(rank: int, case: Case, transport: Transport, pipeline: int) -> dict[str, Any]:
-    """Run a case on this rank and return what is to be judged."""
+    """Run a case on this rank and return the results to compare."""
     program = case.program()
     transport.prepare(program)
     device = transport.device
@@ -130,12 +130,12 @@ def run_evaluation(rank: int, transport: Transport) -> None:
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[Case, dict[str, Any]]]:
-    """Return, for every rank, what every case gave; all in one launch."""
+    """Return the results of every case for every rank, from one launch."""
     return run_ranks(4, run_cases)
 
 
 @pytest.mark.parametrize("case", FOUR + TWO[:-1], ids=str)
-def test_gradients_are_bitwise_those_of_one_process(results, case: Case) -> None:
+def test_gradients_equal_one_process_bitwise(results, case: Case) -> None:
     num_stages = len(case.schedule().placement)
     for ranks in results:
         result = ranks[case]
@@ -152,14 +152,15 @@ def test_gradients_are_bitwise_those_of_one_process(results, case: Case) -> None
 
 
 @pytest.mark.parametrize("case", FOUR + TWO[:-1], ids=str)
-def test_no_more_is_held_than_the_schedule_says(results, case: Case) -> None:
+def test_activation_memory_stays_within_the_schedule(results, case: Case) -> None:
     schedule = case.schedule()
     chunks_per_stage = unit_costs(schedule).held_after_forward_bytes[0]
     peaks = peak_held(schedule)
     for ranks in results:
         result = ranks[case]
         peak, planned_peak = result["peak"] * chunks_per_stage, peaks[result["device"]]
-        # A joint pass holds what its F does from its start; counted is when both are over.
+        # An overlapped pass allocates the activations of its F at its start; they are counted at
+        # its end.
         assert peak == planned_peak or (
             schedule.overlapped and planned_peak - 1 <= peak < planned_peak
         )
@@ -168,12 +169,12 @@ def test_no_more_is_held_than_the_schedule_says(results, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", FOUR, ids=str)
-def test_the_observer_sees_the_order_of_the_program(results, case: Case) -> None:
+def test_observer_receives_passes_in_program_order(results, case: Case) -> None:
     order = case.program().schedule.order
     for rank, ranks in enumerate(results):
         assert tuple(ranks[case]["passes"]) == order[rank]
 
 
-def test_planning_again_makes_no_more_process_groups(results) -> None:
+def test_planning_again_creates_no_process_groups(results) -> None:
     for ranks in results:
         assert {ranks[case]["groups again"] for case in TWO} == {0}

@@ -1,4 +1,4 @@
-"""Passes of kinds that stages know nothing of are run by the handlers of these kinds."""
+"""Handlers run passes of kinds that stages do not implement."""
 
 import threading
 from dataclasses import replace
@@ -17,7 +17,7 @@ from megatron_vshape.runtime.program_runner import Handler, run_program
 MICROBATCHES = 3
 
 
-def test_a_handler_is_joined_prepared_and_run_in_the_program_s_order() -> None:
+def test_handler_methods_run_in_program_order() -> None:
     met = define("M", label="meeting", method="none", reads=[Read("F")], is_collective=True)
     copy = define("K", label="copy", method="none", reads=[Read("F")], before=["B"], resource="l")
     try:

@@ -1,4 +1,4 @@
-"""How many ranks share a host, whoever has started them, and what each may take of its memory."""
+"""The number of ranks per host with every launcher, and the memory share of each rank."""
 
 import socket
 
@@ -27,7 +27,9 @@ LAUNCHED = [
 
 
 @pytest.mark.parametrize(("environ", "ranks"), LAUNCHED)
-def test_what_started_the_ranks_says_how_many(environ: dict[str, str], ranks: int | None) -> None:
+def test_launcher_variables_give_the_ranks_per_host(
+    environ: dict[str, str], ranks: int | None
+) -> None:
     assert ranks_in_environment(environ) == ranks
 
 
@@ -42,14 +44,14 @@ def counted(rank: int, environ: dict[str, str]) -> int:
         return ranks_of_this_host()
 
 
-def test_else_those_whose_host_has_the_same_name_are_counted() -> None:
+def test_ranks_with_equal_host_names_are_counted_without_a_launcher() -> None:
     assert run_ranks(3, counted, {}) == [2, 2, 1]
     # In an allocation for one task a node, by hand; and for more than there are on one.
     assert run_ranks(3, counted, {"SLURM_NTASKS_PER_NODE": "1"}) == [2, 2, 1]
     assert run_ranks(3, counted, {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}) == [1, 1, 1]
 
 
-def test_each_rank_has_its_share_and_a_tenth_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_nine_tenths_of_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in {name for environment, _ in LAUNCHED for name in environment}:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(host_memory, "_free_by_source", lambda: iter((1000, 4000)))

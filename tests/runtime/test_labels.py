@@ -44,7 +44,7 @@ def shown(trace: profile) -> list[Shown]:
 
 
 def row_of(program: Program, device: int) -> list[str]:
-    """Return what the labels of a device's row must be, without its weight jobs."""
+    """Return the expected labels of a device's row, without its weight jobs."""
     texts = []
     for instruction in program.instructions[device]:
         if isinstance(instruction, Run):
@@ -67,7 +67,7 @@ def recorded(rank: int, name: str) -> list[Shown]:
 
 
 @pytest.mark.parametrize("name", ["v-half", "1f1b"])
-def test_a_trace_shows_the_whole_row(name: str) -> None:
+def test_trace_shows_every_pass_of_a_device(name: str) -> None:
     program = lower(make(name, 2, 3))
     for device, intervals in enumerate(run_ranks(2, recorded, name)):
         outer = [interval for interval in intervals if not interval.name.startswith("job ")]
@@ -84,7 +84,7 @@ def test_a_trace_shows_the_whole_row(name: str) -> None:
         assert (num_split > 0) == (name == "v-half")
 
 
-def test_a_drain_shows_its_waits() -> None:
+def test_drain_shows_its_waits() -> None:
     row = lower(make("v-half", 2, 3)).instructions[0]
     waits = [instruction for instruction in row if isinstance(instruction, Await)]
     with profile(activities=[ProfilerActivity.CPU]) as trace:
@@ -94,7 +94,7 @@ def test_a_drain_shows_its_waits() -> None:
     ]
 
 
-def test_nothing_is_called_where_nothing_records(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_label_is_created_without_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     record_function = weight_jobs.record_function
 
@@ -123,7 +123,7 @@ def test_nothing_is_called_where_nothing_records(monkeypatch: pytest.MonkeyPatch
     assert len(calls) == len(row_of(program, 0)) + 2
 
 
-def test_a_job_is_named_after_its_first_weight() -> None:
+def test_job_has_the_name_of_its_first_weight() -> None:
     module = module_of(0, torch.float32)
     weights = [module[2].weight, module[0].weight]
     assert job_text(weights) == "job 8x16"

@@ -1,4 +1,4 @@
-"""A rank that is ended from outside says what it waited for, wherever its main thread stands."""
+"""A rank that is terminated reports its current wait, wherever its main thread is."""
 
 import os
 import re
@@ -45,7 +45,7 @@ def end_while_it_waits(rank: int, folder: Path) -> None:
         run_program(program, rank, stages, transport, place=place)
 
 
-def test_a_rank_ended_by_sigterm_says_what_it_waited_for(tmp_path: Path) -> None:
+def test_rank_reports_its_wait_on_sigterm(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match=f"exit code {ENDED_BY_SIGTERM}"):
         run_ranks(2, end_while_it_waits, tmp_path)
     assert (tmp_path / "said").read_text() == (
@@ -57,7 +57,7 @@ def test_a_rank_ended_by_sigterm_says_what_it_waited_for(tmp_path: Path) -> None
     )
 
 
-def test_a_child_dies_of_its_own_signal_and_the_parent_does_not() -> None:
+def test_signal_ends_the_child_but_not_the_parent() -> None:
     original_handler = signal.getsignal(signal.SIGTERM)
     assert original_handler == signal.SIG_DFL
     with last_words(lambda: "the parent"):
@@ -83,14 +83,14 @@ with last_words(lambda: ""):
 """
 
 
-def test_a_crash_shows_where_it_was() -> None:
+def test_crash_prints_the_current_pass() -> None:
     command = [sys.executable, "-c", CRASH]
     crash = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60)
     assert crash.returncode == -signal.SIGSEGV
     assert re.search(r"Segmentation fault.*Current thread.* in a_pass\n", crash.stderr, re.DOTALL)
 
 
-def test_a_signal_that_is_taken_is_left_alone() -> None:
+def test_existing_signal_handlers_are_kept() -> None:
     def user_handler(number: int, frame: object) -> None:
         pass
 
@@ -136,7 +136,7 @@ while not asked:
 
 
 @pytest.mark.parametrize("end", ["", "watch.close()"])
-def test_an_exit_during_a_query_of_the_watchdog_is_no_crash(end: str) -> None:
+def test_exit_during_a_watchdog_query_does_not_crash(end: str) -> None:
     command = [sys.executable, "-c", EXITS.format(end=end)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")

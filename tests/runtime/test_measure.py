@@ -40,7 +40,7 @@ HELD = {stage: (100.0 + stage, 10.0) for stage in range(4)}
 
 
 class Sleeper:
-    """A stage whose passes sleep; stage 3 takes half as long again."""
+    """A stage whose passes sleep; stage 3 needs 1.5 times as long."""
 
     def __init__(self, stage: int) -> None:
         self.factor = 1.5 if stage == 3 else 1.0
@@ -62,7 +62,7 @@ class Sleeper:
 
 
 class Taking(VariableTransport):
-    """Takes messages of any length when they are posted, as on NCCL."""
+    """Receives messages of any length when they are posted, as on NCCL."""
 
     def post(self, message: Message) -> None:
         self._arrived[message] = self._take(message)
@@ -79,7 +79,7 @@ def measure_with_any_length(rank: int) -> bool:
     return send_us is not None
 
 
-def test_messages_of_any_length_are_timed_too() -> None:
+def test_messages_of_any_length_are_timed() -> None:
     assert run_ranks(2, measure_with_any_length) == [True, False]
 
 
@@ -97,7 +97,7 @@ class OtherHost:
 
 
 class Step(NamedTuple):
-    """What a rank has measured."""
+    """Measurements of a rank."""
 
     rows: list[list[Slot]]
     ahead_us: list[float]
@@ -106,9 +106,9 @@ class Step(NamedTuple):
 
 
 def timed_step(rank: int) -> Step:
-    """Run steps of sleepers on 2 ranks, each with a clock of its own; return the calmest.
+    """Run steps of sleepers on 2 ranks with separate clocks; return the step with the least noise.
 
-    A machine with other work on it holds some step up for longer than a pass takes.
+    On a machine with other load, some step is delayed by more than the duration of a pass.
     """
     if rank == 1:
         measure.time = OtherHost  # type: ignore[attr-defined]
@@ -157,7 +157,7 @@ def test_costs_of_a_measured_step_predict_it() -> None:
     assert costs.held_after_forward_bytes == (100, 101, 102, 103)
     predicted = simulate(schedule, costs)
     assert timeline.makespan == pytest.approx(predicted.makespan, rel=0.15)
-    # The ranks' totals alone, without a common clock, tell the bubble of the merged timeline.
+    # The totals of the ranks, without a common clock, give the bubble of the merged timeline.
     busy_us, whole_us = map(max, zip(*(step.totals for step in results), strict=True))
     assert 1 - busy_us / whole_us == pytest.approx(timeline.bubble, abs=0.02)
     assert timeline.bubble == pytest.approx(predicted.bubble, abs=0.05)
@@ -178,7 +178,7 @@ def test_shifted_clocks_give_the_same_timeline() -> None:
         assert merged.ends[device] == pytest.approx(timeline.ends[device], abs=1e-3)
 
 
-def test_clocks_are_compared_along_neighbours_by_the_quickest_trip() -> None:
+def test_clock_offsets_use_the_fastest_round_trip_between_neighbours() -> None:
     """The first device is a neighbour of the third alone, which is one of the second."""
     pairs: list[tuple[int, int]] = [(0, 2), (1, 2)]
     stamps: list[dict[tuple[int, int], list[float]]] = [
@@ -202,14 +202,14 @@ def _timeline_of(times: dict[Kind, float]):
     return merge(make("v-half", 1, 1), [slots])
 
 
-def test_a_whole_backward_is_divided_as_split_ones_are() -> None:
+def test_full_backward_is_divided_in_the_ratio_of_split_backwards() -> None:
     timeline = _timeline_of({Kind.F: 10.0, Kind.B: 12.0, Kind.W: 8.0, Kind.BW: 20.0})
     costs = measured_costs([timeline], 0.0, HELD)
     assert costs.backward_us == pytest.approx((12.0, 12.0))
     assert costs.weight_us == pytest.approx((8.0, 8.0))
 
 
-def test_a_stage_that_ran_both_has_a_price_for_whole_backwards() -> None:
+def test_stage_with_both_backwards_has_a_cost_of_full_backward() -> None:
     timeline = _timeline_of({Kind.F: 10.0, Kind.B: 12.0, Kind.W: 8.0, Kind.BW: 17.0})
     full_schedule = replace(timeline.schedule, order=((Pass(Kind.BW, 1, 0),),))
     full_timeline = replace(timeline, schedule=full_schedule, starts=((0.0,),), ends=((17.0,),))
@@ -219,7 +219,7 @@ def test_a_stage_that_ran_both_has_a_price_for_whole_backwards() -> None:
     assert measured_costs([timeline], 0.0, HELD).whole_backward_us is None
 
 
-def test_passes_that_run_as_one_do_not_count() -> None:
+def test_fused_passes_are_ignored() -> None:
     schedule = make("dualpipev", 2, 8)
     separate = costs_from_pieces(
         [Piece(10.0 + stage, 12.0, 8.0, *HELD[stage]) for stage in range(4)], 0.0
@@ -230,7 +230,7 @@ def test_passes_that_run_as_one_do_not_count() -> None:
     assert costs.forward_us == pytest.approx([us + 3 for us in separate.forward_us])
 
 
-def test_two_passes_that_run_as_one_are_timed_once() -> None:
+def test_fused_passes_are_timed_once() -> None:
     timer = PassTimer(torch.device("cpu"))
     passes = Pass(Kind.F, 0, 3), Pass(Kind.B, 3, 1)
     timer.begins(*passes)
@@ -242,7 +242,7 @@ def test_two_passes_that_run_as_one_are_timed_once() -> None:
     assert timer.busy_and_whole()[0] == first.end - first.start >= 20_000
 
 
-def test_the_host_takes_what_lies_before_a_weight_pass() -> None:
+def test_time_before_a_weight_pass_is_host_time() -> None:
     timeline = _timeline_of({Kind.F: 10.0, Kind.B: 12.0, Kind.W: 8.0, Kind.BW: 20.0})
     assert measured_costs([timeline], 0.0, HELD).host_us == pytest.approx(0.0)
     (starts,), (ends,) = timeline.starts, timeline.ends
@@ -255,21 +255,21 @@ def test_the_host_takes_what_lies_before_a_weight_pass() -> None:
     assert measured_costs([later], 0.0, HELD).host_us == pytest.approx(3.0)
 
 
-def test_whole_backwards_alone_are_divided_in_half() -> None:
+def test_full_backwards_alone_are_divided_in_half() -> None:
     costs = measured_costs([_timeline_of({Kind.F: 10.0, Kind.BW: 20.0})], 0.0, HELD)
     assert costs.backward_us == (10.0, 10.0)
     assert costs.weight_us == (10.0, 10.0)
 
 
 def _stretched(timeline, device: int, times: float):
-    """Return the timeline with the passes of a device so many times as long, one after another."""
+    """Return the timeline with the passes of a device stretched by a factor, one after another."""
     starts, ends = list(map(list, timeline.starts)), list(map(list, timeline.ends))
     for index, (start, end) in enumerate(zip(starts[device], ends[device], strict=True)):
         ends[device][index] = start + times * (end - start)
     return replace(timeline, starts=tuple(map(tuple, starts)), ends=tuple(map(tuple, ends)))
 
 
-def test_disturbed_steps_are_left_out_of_costs() -> None:
+def test_costs_ignore_disturbed_steps() -> None:
     calm = simulate(make("v-half", 2, 6))
     steps = [calm, _stretched(calm, 1, 1.5), calm, _stretched(calm, 0, 1.05)]
     undisturbed_steps, left_out = undisturbed(steps)

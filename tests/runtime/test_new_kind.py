@@ -1,4 +1,4 @@
-"""A kind of pass that the package does not know: one row of the table, and all of it works."""
+"""A new pass type needs one row of the table, and every part of the package supports it."""
 
 from dataclasses import replace
 from typing import Any
@@ -50,7 +50,7 @@ def run_rank(rank: int, text: str) -> list[tuple[int, list[Any], int]]:
     ]
 
 
-def test_a_copy_beside_the_processor_is_proved_drawn_and_run() -> None:
+def test_new_copy_pass_is_verified_drawn_and_run() -> None:
     copy = define("K", reads=[Read("F")], before=["B"], time=TIME, **COPY)
     try:
         costs = Costs.uniform(2, 4, kinds=[copy])

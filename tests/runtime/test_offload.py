@@ -57,7 +57,7 @@ class NoMail:
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have what is emptied, and what is not filled yet, be NaN in every dtype."""
+    """Fill freed and uninitialized memory with NaN in every dtype."""
     monkeypatch.setattr(UntypedStorage, "resize_", poisoning)
 
 
@@ -89,7 +89,7 @@ def equal(gradients: list[list[Tensor]], dtype: torch.dtype = torch.float32) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_are_the_same_to_the_last_bit(poisoned: None, dtype: torch.dtype) -> None:
+def test_offload_keeps_gradients_bitwise(poisoned: None, dtype: torch.dtype) -> None:
     offload = Offload(CPU)
     for _ in range(2):
         assert equal(train(offload, dtype=dtype), dtype)
@@ -112,7 +112,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """D writes what two microbatches have into each other's place."""
+    """D swaps the buffers of two microbatches."""
     take, blocks_by_size = HostMemory.take, dict[int, list[tuple[Tensor, Moment]]]()
 
     def the_same_twice(self: HostMemory, num_bytes: int) -> list[tuple[Tensor, Moment]]:
@@ -132,7 +132,7 @@ def dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def empty_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """D copies what has been emptied already."""
+    """D copies memory that is already freed."""
     copy_out = Offload.copy_out
 
     def emptied_first(self: Offload, stage: int, microbatch: int) -> None:
@@ -145,7 +145,7 @@ def empty_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mutant", [late, swapped, dropped, empty_too_early])
-def test_copies_that_go_wrong_are_seen(
+def test_wrong_copies_change_the_gradients(
     poisoned: None, monkeypatch: pytest.MonkeyPatch, mutant: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     offload = Offload(CPU)
@@ -154,10 +154,10 @@ def test_copies_that_go_wrong_are_seen(
     assert not equal(train(offload))
 
 
-def test_a_pass_that_finds_nothing_says_where_it_is() -> None:
+def test_pass_without_saved_tensors_names_its_position() -> None:
     offload = Offload(CPU)
     train(offload)
-    stages = stages_of(offload)  # all of them, for what is kept is known by its address
+    stages = stages_of(offload)  # all stages, because saved tensors are identified by address
     stage = stages[0]
     gradient = torch.ones(SHAPE)
     with pytest.raises(OffloadError, match=r"^D0\.7: .* are gone, or not made yet; F, D, L, R, H"):
@@ -180,7 +180,7 @@ def test_a_pass_that_finds_nothing_says_where_it_is() -> None:
     stage.backward_weights(0)
 
 
-def test_an_emptied_stage_holds_next_to_nothing() -> None:
+def test_offloaded_stage_has_almost_no_device_memory() -> None:
     offload = Offload(CPU)
     train(offload)
     stages = stages_of(offload)
@@ -202,7 +202,7 @@ def made_table() -> Tensor:
     return torch.linspace(1, 2, SHAPE[0] * SHAPE[1] * SHAPE[2]).view(SHAPE)
 
 
-def test_a_step_that_fails_half_way_frees_the_memory() -> None:
+def test_failed_step_frees_its_memory() -> None:
     offload = Offload(CPU)
     train(offload)
     stages = stages_of(offload)
@@ -212,7 +212,7 @@ def test_a_step_that_fails_half_way_frees_the_memory() -> None:
     assert offload.host.nbytes
     offload.clear()
     assert offload.host.nbytes == 0
-    assert equal(train(offload))  # the next one begins anew
+    assert equal(train(offload))  # the next step starts from a clean state
 
 
 class WithTable(nn.Module):
@@ -228,7 +228,7 @@ class WithTable(nn.Module):
         return torch.tanh(torch.tanh(data) * self.table).exp()
 
 
-def test_what_two_microbatches_save_is_left_alone(poisoned: None) -> None:
+def test_tensors_saved_by_two_microbatches_stay_on_the_device(poisoned: None) -> None:
     module, offload = WithTable(), Offload(CPU)
     alone = torch.ones(SHAPE, requires_grad=True)
     WithTable()(alone).sum().backward()
@@ -245,7 +245,7 @@ def test_what_two_microbatches_save_is_left_alone(poisoned: None) -> None:
         offload.begins_backward(Pass(Kind.B, 0, microbatch))
         output.sum().backward()
         assert torch.equal(data.grad, alone.grad)
-    # What both tangents have saved, but neither the table nor the output.
+    # The tensors saved by both tangents, except the table and the output.
     assert offload.bytes_by_stage[0] == 2 * data.nbytes
 
 
@@ -255,7 +255,7 @@ def taken(host: HostMemory, num_bytes: int) -> list[Tensor]:
     return [block for block, _ in blocks]
 
 
-def test_host_memory_is_used_again_and_grows_no_further() -> None:
+def test_host_memory_is_reused_and_stops_growing() -> None:
     host = HostMemory(CPU)
     first = taken(host, 16_000)
     assert sum(map(len, first)) >= 16_000
@@ -268,7 +268,7 @@ def test_host_memory_is_used_again_and_grows_no_further() -> None:
     assert host.nbytes == 0
 
 
-def test_what_is_about_to_come_back_is_not_made_again() -> None:
+def test_blocks_about_to_return_are_not_allocated_again() -> None:
     host = HostMemory(CPU)
     first = taken(host, 16_000)
     host.expect_back()
@@ -282,7 +282,7 @@ def test_what_is_about_to_come_back_is_not_made_again() -> None:
     assert len(taken(host, 16_000)) == len(first)
 
 
-def test_the_thread_of_the_program_makes_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_thread_allocates_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """To pin memory waits for the device, which is proved not to hang where the program has D."""
     grow, threads = HostMemory._grow, set[str]()
 
@@ -295,7 +295,7 @@ def test_the_thread_of_the_program_makes_host_memory(monkeypatch: pytest.MonkeyP
     assert threads == {threading.main_thread().name}
 
 
-def test_host_memory_grows_to_its_limit_and_no_further(caplog: pytest.LogCaptureFixture) -> None:
+def test_host_memory_stays_below_its_limit(caplog: pytest.LogCaptureFixture) -> None:
     host = HostMemory(CPU, most_bytes=3 * 2**20)
     first, _ = (taken(host, 2**20) for _ in range(2))
     with caplog.at_level(logging.WARNING):
@@ -329,7 +329,7 @@ def cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("fault", [no_memory, cannot_be_pinned])
-def test_what_does_not_fit_stays_on_the_device(
+def test_tensors_beyond_the_host_limit_stay_on_the_device(
     poisoned: None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -1,4 +1,4 @@
-"""What streams wait for where a GPU copies, with stand-ins for the streams: who may touch what."""
+"""Stream order of GPU offload copies, with fake streams: every memory access is ordered."""
 
 import threading
 from collections import Counter
@@ -25,13 +25,13 @@ NOBODYS: Any = SimpleNamespace(output=-1, shared=())
 """Activations of which nothing is another's."""
 
 Clock = Counter[str]
-"""By stream, how much of what it was given has been done by then."""
+"""By stream, the number of its operations that have completed by then."""
 
 
 class Streams:
-    """Each thread's stream, and whether accesses to one piece of memory are in one order.
+    """The stream of each thread; checks that accesses to one block of memory are ordered.
 
-    A host may be ahead by all it has launched: what is not waited for may still be to come.
+    A host may run ahead of all its launches: work without a wait may not have run yet.
     """
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ def reuse_blocks(offload: Offload) -> None:
     beside(TO_HOST, offload.copy_out, 1)
 
 
-def test_every_access_waits_for_those_before_it(streams: Streams) -> None:
+def test_every_access_waits_for_earlier_accesses(streams: Streams) -> None:
     run_steps(Offload(CPU))
     reuse_blocks(Offload(CPU))
     assert set(streams.clocks) == {"MainThread", TO_HOST, FROM_HOST}
@@ -176,7 +176,7 @@ def test_every_access_waits_for_those_before_it(streams: Streams) -> None:
         (Offload, "copy_out", f"{TO_HOST} does not wait for {FROM_HOST}", reuse_blocks),
     ],
 )
-def test_none_of_these_waits_is_too_many(
+def test_every_wait_is_necessary(
     streams: Streams,
     monkeypatch: pytest.MonkeyPatch,
     owner: Any,

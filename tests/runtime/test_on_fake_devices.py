@@ -68,7 +68,7 @@ def blocks_hold(world: World, train: Train) -> bool:
 
 
 def completes(train: Train, seeds: Iterable[int]) -> None:
-    """Assert that the program ends with every message where it belongs, and holds few blocks."""
+    """Assert that the program ends, delivers every message, and uses few thread blocks."""
     for seed in seeds:
         world = any_world(train.program.schedule.num_devices, seed)
         train.waits = WAITS[seed % len(WAITS)]
@@ -93,7 +93,7 @@ def test_every_program_ends(name: str, size: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("size", [(2, 4), (3, 7)])
 @pytest.mark.parametrize("name", JOINT_NAMES)
-def test_every_program_with_joint_passes_ends(name: str, size: tuple[int, int]) -> None:
+def test_every_program_with_overlapped_passes_ends(name: str, size: tuple[int, int]) -> None:
     assert program_of(name, *size).schedule.overlapped
     check(name, *size)
 
@@ -134,7 +134,7 @@ def hangs(program: Program, connections: int, waits: Waits) -> bool:
 
 @pytest.mark.parametrize("name", ["v-min", "v-half", "v-zb"])
 @pytest.mark.parametrize("connections", [1, 32])
-def test_what_is_posted_a_pass_early_hangs(name: str, connections: int) -> None:
+def test_receives_posted_one_pass_early_hang(name: str, connections: int) -> None:
     for size in ((2, 2), (4, 8)):
         assert hangs(with_receives_one_pass_earlier(program_of(name, *size)), connections, always)
     if name == "v-min":
@@ -143,7 +143,7 @@ def test_what_is_posted_a_pass_early_hangs(name: str, connections: int) -> None:
         )
 
 
-def test_receives_of_a_gap_in_another_order_hang_where_streams_share_a_queue() -> None:
+def test_reordered_receives_hang_if_streams_share_a_queue() -> None:
     """In the smallest program of the catalogue in which they could wait for each other."""
     program = lower(make("interleaved-1f1b", 7, 8), kernels=True)
     assert not hangs(program, 1, always)
@@ -154,7 +154,7 @@ def test_receives_of_a_gap_in_another_order_hang_where_streams_share_a_queue() -
 @pytest.mark.parametrize(
     ("name", "size"), [("v-half", (2, 2)), ("1f1b", (3, 3)), ("interleaved-1f1b", (2, 2))]
 )
-def test_the_proof_foretells_where_a_receive_may_be_moved(name: str, size: tuple[int, int]) -> None:
+def test_proof_predicts_the_valid_positions_of_a_receive(name: str, size: tuple[int, int]) -> None:
     """Exactly the programs hang that `deadlocks_under_device_sync` finds, too early or too late."""
     moved = list(programs_with_one_receive_moved(program_of(name, *size)))
     rejected = [bool(deadlocks_under_device_sync(program)) for program in moved]
@@ -163,7 +163,7 @@ def test_the_proof_foretells_where_a_receive_may_be_moved(name: str, size: tuple
 
 
 def test_messages_of_any_length_rely_on_a_buffer_in_one_queue_only() -> None:
-    """That a length leaves before it is received, as `VariableTransport` says of it."""
+    """The claim of `VariableTransport` that a length is sent before its message is received."""
     program = program_of("1f1b", 2, 3, length_on_arrival=True)
     for connections in (1, 32):
         world = World(2, 0, connections)
@@ -175,7 +175,7 @@ def test_messages_of_any_length_rely_on_a_buffer_in_one_queue_only() -> None:
             world.run(Train(program, always, length_on_arrival=True))
 
 
-def test_posting_all_at_once_holds_more_blocks_than_planned() -> None:
+def test_posting_all_at_once_needs_more_blocks_than_planned() -> None:
     program = program_of("v-half", 4, 6)
     world = World(4, 0)
     world.run(Train(with_receives_first(program)))
@@ -183,7 +183,7 @@ def test_posting_all_at_once_holds_more_blocks_than_planned() -> None:
 
 
 def test_blocks_that_fill_a_device_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why few matter: a pass finds no room beside a message that waits for another's pass."""
+    """Why few blocks matter: a pass finds no free block while a message waits for its peer."""
     program = with_receives_one_pass_earlier(program_of("v-half", 2, 2))
     assert not hangs(program, 32, never)
     monkeypatch.setattr(MessageKernel, "thread_blocks", fake_device.MULTIPROCESSORS)
@@ -201,7 +201,7 @@ def test_receives_out_of_order_bring_wrong_data() -> None:
 
 @pytest.mark.parametrize("size", SMALL)
 @pytest.mark.parametrize("name", NAMES)
-def test_messages_take_the_memory_that_is_planned(name: str, size: tuple[int, int]) -> None:
+def test_message_memory_equals_the_plan(name: str, size: tuple[int, int]) -> None:
     """However far the host is ahead; and all of it where it is farthest ahead."""
     program = program_of(name, *size)
     devices = range(program.schedule.num_devices)
@@ -225,7 +225,7 @@ def test_messages_take_the_memory_that_is_planned(name: str, size: tuple[int, in
     assert received == posted
 
 
-def test_without_a_release_a_host_ahead_keeps_more_than_planned() -> None:
+def test_host_ahead_without_a_release_exceeds_planned_memory() -> None:
     program = program_of("v-half", 4, 8)
     retained = []
     for lead in (2, TO_THE_END):

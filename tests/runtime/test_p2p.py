@@ -1,4 +1,4 @@
-"""The transport on gloo ranks: what is sent is safe, and a wait that fails says why."""
+"""The transport on gloo ranks: sent tensors are safe, and a failed wait reports its reason."""
 
 import subprocess
 import sys
@@ -81,7 +81,7 @@ def send_to_a_late_receiver(rank: int) -> None:
 
 
 def refuse(rank: int) -> None:
-    """What does not fit is refused with a sentence."""
+    """An unsupported combination is rejected with a message."""
     transport = Transport([[0, 1]], SHAPE, torch.float32, "cpu")
     program = lower(make("1f1b", 2, 1))
     message = sent_by(program, 0)[0]
@@ -98,7 +98,7 @@ def refuse(rank: int) -> None:
 
 
 def send_any_length(rank: int) -> None:
-    """Messages of unlike shapes arrive whole, also where they are read in another order."""
+    """Messages of variable shapes arrive complete, also if they are read in another order."""
     program = lower(make("1f1b", 2, 4))
     transport = VariableTransport([[0, 1]], SHAPE, torch.float32, "cpu", timeout_s=20)
     transport.prepare(program)
@@ -174,12 +174,12 @@ def connect_again_after_replacement(rank: int) -> None:
     transport.close()
 
 
-def test_replaced_communicators_connect_before_the_next_step() -> None:
+def test_new_communicators_connect_before_the_next_step() -> None:
     run_ranks(2, connect_again_after_replacement)
 
 
 def wait_for_a_stuck_rank(rank: int) -> str:
-    """Return what this rank says when device 0 hangs in its first pass."""
+    """Return the report of this rank when device 0 hangs in its first pass."""
     schedule = make("v-half", 2, 4)
     program = lower(schedule)
     transport = Transport([[0, 1]], SHAPE, torch.float32, "cpu", timeout_s=1)
@@ -202,7 +202,7 @@ def two_ranks(rank: int) -> str:
     return wait_for_a_stuck_rank(rank)
 
 
-def test_sends_are_safe_and_a_failed_wait_tells_who_waits_for_whom() -> None:
+def test_sends_are_safe_and_failed_waits_name_the_waiting_ranks() -> None:
     sender, waiter = run_ranks(2, two_ranks)
     assert waiter == (
         "rank 1 (device 1): F1.0 waits for F0.0 from rank 0 (device 0), "
@@ -213,7 +213,7 @@ def test_sends_are_safe_and_a_failed_wait_tells_who_waits_for_whom() -> None:
     assert "whose connection failed: " in sender
 
 
-def test_every_rank_has_one_peer_per_stream_and_lane() -> None:
+def test_every_rank_has_one_peer_per_stream_and_queue() -> None:
     stream = Stream(Kind.F, 0, upward=True)
     lanes: dict[Edge, int] = {}
     for source, target in [(0, 1), (1, 2), (2, 3), (3, 0)]:
@@ -225,7 +225,7 @@ def test_every_rank_has_one_peer_per_stream_and_lane() -> None:
 
 
 class Sending:
-    """Stands in for the handle of a send on NCCL, where one that has failed has completed too."""
+    """Fake handle of a send on NCCL, where a failed send counts as completed."""
 
     def __init__(self, is_completed: bool = False, error: str = "") -> None:
         self.completed, self.error = is_completed, error
@@ -241,7 +241,7 @@ class Sending:
 
 
 def polled_sends(*works: Sending) -> _PolledSends:
-    """Return what keeps these sends, of F0.0, F0.1 and so on from device 0 to device 1."""
+    """Return the queue of these sends, of F0.0, F0.1 and so on from device 0 to device 1."""
     sends = _PolledSends(lambda message: f"{message.work} waits to be taken")
     for message, work in zip(sent_by(lower(make("1f1b", 2, 4)), 0), works, strict=False):
         sends.add(_Sent(message, work, torch.zeros(1)))  # type: ignore[arg-type]
@@ -249,7 +249,7 @@ def polled_sends(*works: Sending) -> _PolledSends:
 
 
 @pytest.mark.parametrize("ask", [_PolledSends.poll, _PolledSends.drain])
-def test_a_send_that_failed_on_nccl_is_told_with_its_pass(ask: Any) -> None:
+def test_failed_nccl_send_is_reported_with_its_pass(ask: Any) -> None:
     works = Sending(True), Sending(True, "NCCL error: remote process exited"), Sending()
     sends = polled_sends(*works)
     with pytest.raises(TransportError) as error:
@@ -261,7 +261,7 @@ def test_a_send_that_failed_on_nccl_is_told_with_its_pass(ask: Any) -> None:
 
 
 class Event:
-    """Stands in for a CUDA event."""
+    """Fake CUDA event."""
 
     def __init__(self, reached: bool) -> None:
         self.reached = reached
@@ -271,7 +271,7 @@ class Event:
 
 
 class Watched:
-    """A watch, what it has said, and what it is told to be under way."""
+    """A watch, its reports, and the operations in progress that the test gives it."""
 
     def __init__(self, timeout_s: float) -> None:
         self.under_way: list[str] = []
@@ -293,7 +293,7 @@ class Watched:
         self.told.set()
 
 
-def test_the_watch_tells_of_a_device_that_stands_still() -> None:
+def test_watch_reports_a_device_without_progress() -> None:
     watched = Watched(0.2)
     watched.watch.add(Event(True), lambda: "F1.0 waits for F0.0")
     watched.watch.add(Event(False), lambda: "F1.1 waits for F0.1")
@@ -303,7 +303,7 @@ def test_the_watch_tells_of_a_device_that_stands_still() -> None:
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-def test_the_watch_tells_of_what_nobody_takes(is_closed: bool) -> None:
+def test_watch_reports_unreceived_messages(is_closed: bool) -> None:
     watched = Watched(0.2)
     watched.under_way = ["F0.0 waits to be taken"]
     if is_closed:
@@ -312,7 +312,7 @@ def test_the_watch_tells_of_what_nobody_takes(is_closed: bool) -> None:
     assert watched.said == ["F0.0 waits to be taken, and nothing has moved for 0.2 s"]
 
 
-def test_a_watch_closed_quietly_lets_go_of_what_never_ends() -> None:
+def test_watch_closed_quietly_frees_endless_operations() -> None:
     num_threads = threading.active_count()
     watched = Watched(0.2)
     watched.under_way = ["F0.0 waits to be taken"]
@@ -324,7 +324,7 @@ def test_a_watch_closed_quietly_lets_go_of_what_never_ends() -> None:
     assert watched.said == []
 
 
-def test_the_watch_is_silent_while_anything_moves() -> None:
+def test_watch_is_silent_while_the_run_progresses() -> None:
     watched = Watched(0.4)
     events = [Event(False) for _ in range(3)]
     for number, event in enumerate(events):
@@ -377,7 +377,7 @@ class OnNccl:
     def wait(self) -> None:
         self.post()
         self.transport.wait(self.incoming)
-        assert self.transport._under_way() == []  # the handle, and with it the tensor, is let go of
+        assert self.transport._under_way() == []  # handle and tensor are freed
 
     def send(self) -> None:
         self.transport.send(self.outgoing, torch.zeros(SHAPE, device="meta"))
@@ -400,7 +400,7 @@ SENDS = "rank 1 (device 1): B1.0 waits for a receive of rank 0 (device 0) for B0
         (OnNccl.drain, SENDS),
     ],
 )
-def test_on_nccl_the_watch_ends_whatever_its_own_timeout_would_end(
+def test_nccl_watch_ends_runs_that_nccl_would_time_out(
     begin: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = OnNccl(monkeypatch)
@@ -411,7 +411,7 @@ def test_on_nccl_the_watch_ends_whatever_its_own_timeout_would_end(
     assert rank.said == [said + ", and nothing has moved for 0.2 s"]
 
 
-def test_on_nccl_the_watch_ends_a_rank_whose_peer_does_not_connect(
+def test_nccl_watch_ends_a_rank_with_an_unconnected_peer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     warm_up = Transport._warm_up
@@ -423,7 +423,9 @@ def test_on_nccl_the_watch_ends_a_rank_whose_peer_does_not_connect(
     assert rank.said == ["rank 1 (device 1): connects to rank 0, and nothing has moved for 0.2 s"]
 
 
-def test_gloo_ends_a_minute_after_the_transport_has_spoken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_ends_one_minute_after_the_report_of_the_transport(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     timeouts: list[timedelta] = []
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "new_group", lambda *_, timeout, **__: timeouts.append(timeout))
@@ -431,7 +433,7 @@ def test_gloo_ends_a_minute_after_the_transport_has_spoken(monkeypatch: pytest.M
     assert timeouts == [timedelta(seconds=100)]
 
 
-def test_a_send_is_let_go_of_with_all_that_left_before_it() -> None:
+def test_send_is_freed_with_all_earlier_sends() -> None:
     works = [Sending() for _ in range(4)]
     sends = polled_sends(*works)
     messages = sends.left()
@@ -446,7 +448,7 @@ def test_a_send_is_let_go_of_with_all_that_left_before_it() -> None:
     assert [work.waits for work in works] == [1, 1, 1, 1]
 
 
-def test_each_thread_names_its_device_before_it_asks() -> None:
+def test_each_thread_sets_its_device_before_a_query() -> None:
     watched = Watched(0.2)
     queries: list[tuple[str, bool]] = []
 
@@ -463,7 +465,7 @@ def test_each_thread_names_its_device_before_it_asks() -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3"])
-def test_the_watch_names_the_device_of_the_thread_that_began_it(
+def test_watch_uses_the_device_of_its_starting_thread(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices: list[int] = []
@@ -477,7 +479,7 @@ def test_the_watch_names_the_device_of_the_thread_that_began_it(
     assert set(devices) == {3}  # its threads name theirs, too
 
 
-def test_a_driver_that_does_not_answer_ends_the_run_too() -> None:
+def test_unresponsive_driver_ends_the_run() -> None:
     """As where the main thread loads a kernel, which waits for a device that never rests."""
     watched = Watched(0.2)
 
@@ -494,7 +496,7 @@ def test_a_driver_that_does_not_answer_ends_the_run_too() -> None:
     ]
 
 
-def test_what_a_rank_does_is_told_without_asking_the_device(
+def test_rank_activity_is_reported_without_a_device_query(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads: list[str] = []
@@ -511,7 +513,7 @@ def test_what_a_rank_does_is_told_without_asking_the_device(
     assert name not in threads
 
 
-def test_on_nccl_a_message_of_any_length_is_taken_when_it_is_posted(
+def test_nccl_message_of_any_length_is_received_when_posted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     OnNccl(monkeypatch).transport.close()
@@ -529,7 +531,7 @@ def test_on_nccl_a_message_of_any_length_is_taken_when_it_is_posted(
 
 
 def groups_of(monkeypatch: pytest.MonkeyPatch, ranks: int) -> list[list[int]]:
-    """Return the groups that a transport of rank 1 makes for a V of so many ranks, in order."""
+    """Return the groups that the transport of rank 1 creates for a V placement, in order."""
     pairs: list[list[int]] = []
 
     def new_group(pair: list[int], **_: Any) -> dist.ProcessGroup:
@@ -548,16 +550,16 @@ def groups_of(monkeypatch: pytest.MonkeyPatch, ranks: int) -> list[list[int]]:
     return pairs
 
 
-def test_groups_are_pairs_and_connect_by_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_are_pairs_and_connect_by_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = groups_of(monkeypatch, 4)
     assert len(pairs) == 2 * 4 * 3  # pipelines, streams, pairs
     assert all(len(pair) == 2 for pair in pairs)
     first = [tuple(sorted(pair)) for pair in pairs[:6]]
-    # Pairs of a lane share no rank, so that they connect at the same time.
+    # Pairs of one queue share no rank, so they connect at the same time.
     assert first == [(0, 1), (4, 5), (2, 3), (6, 7), (1, 2), (5, 6)]
 
 
-def test_what_carries_messages_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transport_backend_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes_bytes = iter((1 * 2**30, 3 * 2**29))
     monkeypatch.setattr(nccl, "outside_allocator", lambda device: next(sizes_bytes))
     monkeypatch.setattr(nccl, "class_of", lambda group: "ProcessGroupNCCL2")
@@ -584,7 +586,7 @@ def like(options: Any) -> Any:
 
 
 @needs_nccl
-def test_on_nccl_groups_have_the_settings_that_the_user_gave_megatrons(
+def test_nccl_groups_have_the_users_megatron_settings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=False)
@@ -608,7 +610,7 @@ def test_on_nccl_groups_have_the_settings_that_the_user_gave_megatrons(
 
 @needs_nccl
 @pytest.mark.parametrize("origin", [None, "nothing", "what torch writes"])
-def test_on_nccl_a_pair_has_few_thread_blocks_and_priority(origin: str | None) -> None:
+def test_nccl_pair_has_few_thread_blocks_and_priority(origin: str | None) -> None:
     group_options = dist.ProcessGroupNCCL.Options()
     if origin == "what torch writes":  # into the options of a group that has been used
         group_options.config.blocking = 1
@@ -630,7 +632,7 @@ def test_on_nccl_a_pair_has_few_thread_blocks_and_priority(origin: str | None) -
         (None, [0, 1], nccl.THREAD_BLOCKS),
     ],
 )
-def test_on_nccl_a_pair_within_a_node_has_more_thread_blocks(
+def test_nccl_pair_within_a_node_has_more_thread_blocks(
     monkeypatch: pytest.MonkeyPatch, local: str | None, ranks: list[int], blocks: int
 ) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
@@ -641,7 +643,7 @@ def test_on_nccl_a_pair_within_a_node_has_more_thread_blocks(
 
 
 @needs_nccl
-def test_nccl_names_a_class_that_is_known() -> None:
+def test_nccl_backend_class_is_known() -> None:
     """Whichever class torch makes for "nccl": the contract that the transport relies on."""
     if not hasattr(dist.Backend, "_ensure_backend_registered"):
         pytest.skip("this torch makes its one class for NCCL without a table of makers")
@@ -650,7 +652,7 @@ def test_nccl_names_a_class_that_is_known() -> None:
     assert set(nccl.CLASSES) & set(maker.__code__.co_names), maker
 
 
-def test_an_older_class_is_not_split_off_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_backend_class_is_not_split_from_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to torch 2.14, where a device is bound to the world's group."""
     world = SimpleNamespace(bound_device_id=torch.device("cuda", 3))
     monkeypatch.setattr(nccl.dist, "group", SimpleNamespace(WORLD=world))
@@ -695,7 +697,7 @@ kills = KillsPeer()
 """
 
 
-def test_a_rank_that_exits_while_a_send_waits_does_not_abort(tmp_path: Path) -> None:
+def test_rank_exit_during_a_send_does_not_abort(tmp_path: Path) -> None:
     command = [sys.executable, "-c", EXITS_WHILE_A_SEND_WAITS, str(tmp_path / "store")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (run.returncode, run.stderr) == (0, "")

@@ -21,7 +21,7 @@ from megatron_vshape.runtime.program_runner import Place, run_program
 
 
 class NoCarrier:
-    """Delivers one and the same tensor and forgets what it is given."""
+    """Delivers the same tensor every time and drops all sends."""
 
     tensor = torch.zeros(1)
 
@@ -70,7 +70,7 @@ class Everywhere(Mapping[int, NoStage]):
 
 
 @pytest.mark.parametrize("device", [0, 3])
-def test_the_runner_takes_less_than_60_us_per_pass(device: int) -> None:
+def test_runner_needs_less_than_60_us_per_pass(device: int) -> None:
     program = lower(make("v-half", 4, 64))
     times = []
     for _ in range(5):
@@ -94,7 +94,7 @@ def one_device_program(num_stages: int, num_microbatches: int, is_full: bool) ->
 
 
 @pytest.mark.parametrize("is_full", [False, True])
-def test_one_device_hands_results_on_by_itself(is_full: bool) -> None:
+def test_one_device_passes_results_without_transport(is_full: bool) -> None:
     program = one_device_program(3, 4, is_full)
     assert streams_of(program) == []
     stages = stages_for(program.schedule, 0, 0, torch.float32)
@@ -108,7 +108,7 @@ def test_one_device_hands_results_on_by_itself(is_full: bool) -> None:
             assert torch.equal(gradient, expected_gradient)
 
 
-def test_a_stage_that_returns_nothing_is_named() -> None:
+def test_error_names_a_stage_without_a_result() -> None:
     class Empty(NoStage):
         tensor = None
 
@@ -120,7 +120,7 @@ def test_a_stage_that_returns_nothing_is_named() -> None:
         run_program(remote, 1, {1: Empty()}, NoCarrier())
 
 
-def test_a_stage_runs_both_passes_of_a_joint_one() -> None:
+def test_stage_runs_both_passes_of_an_overlapped_pair() -> None:
     calls: list[tuple[Any, ...]] = []
 
     class Joint(NoStage):
@@ -136,14 +136,14 @@ def test_a_stage_runs_both_passes_of_a_joint_one() -> None:
     assert [(microbatch, work) for microbatch, _, work, _ in calls] == [
         (forward.microbatch, work) for forward, work in local_pairs
     ]
-    # The ends of the model receive nothing; a V turns on the other device.
+    # The first and the last stage receive nothing; a V placement turns on the other device.
     assert [received is None for _, received, _, _ in calls] == [
         f.stage == 0 for f, _ in local_pairs
     ]
     assert [gradient is None for *_, gradient in calls] == [b.stage == 3 for _, b in local_pairs]
 
 
-def test_what_a_pass_raises_is_told_with_stage_microbatch_and_pass() -> None:
+def test_errors_name_stage_microbatch_and_pass() -> None:
     class Broken(NoStage):
         def backward(self, microbatch: int, received: Any) -> Any:
             raise ZeroDivisionError("by whom?")
@@ -161,7 +161,7 @@ def test_what_a_pass_raises_is_told_with_stage_microbatch_and_pass() -> None:
 
 
 class Fresh(NoStage):
-    """Returns a new tensor from every pass, keeps none, and knows which are alive."""
+    """Returns a new tensor from every pass without a reference to it, and counts the live ones."""
 
     def __init__(self) -> None:
         self.made: list[StorageWeakRef] = []
@@ -179,7 +179,7 @@ class Fresh(NoStage):
         return sum(not reference.expired() for reference in self.made)
 
 
-def test_every_result_is_let_go_of_when_its_reader_has_it() -> None:
+def test_every_result_is_freed_after_its_read() -> None:
     stage = Fresh()
     stages = dict.fromkeys(range(3), stage)
     run_program(one_device_program(3, 2, whole=False), 0, stages, NoCarrier())
@@ -188,7 +188,7 @@ def test_every_result_is_let_go_of_when_its_reader_has_it() -> None:
     assert stage.num_alive() == 0
 
 
-def test_every_result_is_let_go_of_when_it_is_sent() -> None:
+def test_every_result_is_freed_after_its_send() -> None:
     stage = Fresh()
     run_program(lower(make("1f1b", 3, 5)), 1, {1: stage}, NoCarrier())
     assert len(stage.made) == 10

@@ -1,6 +1,6 @@
-"""torch's sanitizer finds no race in what the runtime launches, and finds each that is put there.
+"""torch's sanitizer finds no race in the launches of the runtime, and finds every injected race.
 
-Hosts run ahead to the end, so that it judges what they launch and no kernel has run.
+Hosts run ahead to the end, so the sanitizer checks the launches before any kernel has run.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def run(train: Train, lead: float = TO_THE_END) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY_NAME)
-def test_the_runtime_has_no_race(name: str) -> None:
+def test_runtime_has_no_race(name: str) -> None:
     microbatches = 6 if name in JOINT_NAMES else 5
     program = program_of(name, 3, microbatches)
     prefix, ends = prefix_before_loss(program)
@@ -175,7 +175,7 @@ def takes_without_a_wait(changed: Change) -> None:
 
 
 MUTANTS: dict[str, tuple[Callable[[Change], None], bool]] = {
-    # what is changed, and whether messages are of any length
+    # the mutation, and whether messages are of any length
     "a receive is read without a wait": (reads_without_a_wait, False),
     "a receive is read after a wait for another": (waits_for_another, False),
     "a receive does not wait for the compute stream": (partial(orders_only, sent=True), False),
@@ -194,7 +194,7 @@ MUTANTS: dict[str, tuple[Callable[[Change], None], bool]] = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_every_race_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_injected_race_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change, length_on_arrival = MUTANTS[mutant]
     change(monkeypatch)
     train = Train(

@@ -1,4 +1,4 @@
-"""Weight jobs that are left on another stream than W runs on, with stand-ins for the streams."""
+"""Weight jobs left on another stream than the stream of W, with fake streams."""
 
 import weakref
 
@@ -11,7 +11,7 @@ from megatron_vshape.runtime.weight_jobs import WeightJobs, defer, plain_tensors
 
 
 class Stream:
-    """A stream that notes what is asked of it."""
+    """A stream that records its calls."""
 
     def __init__(self, name: str, calls: list[str]) -> None:
         self.name, self._calls = name, calls
@@ -54,7 +54,7 @@ def leave(gpu: Gpu, jobs: WeightJobs, stream: Stream) -> None:
         gpu.current = gpu.main
 
 
-def test_w_waits_for_the_stream_of_the_job_and_holds_its_memory(gpu: Gpu) -> None:
+def test_w_waits_for_the_stream_of_the_job_and_keeps_its_memory(gpu: Gpu) -> None:
     jobs = WeightJobs()
     leave(gpu, jobs, gpu.side)
     assert gpu.calls == []
@@ -63,25 +63,25 @@ def test_w_waits_for_the_stream_of_the_job_and_holds_its_memory(gpu: Gpu) -> Non
     assert gpu.calls == [*follows, "gather", "job on main"]
 
 
-def test_on_one_stream_nothing_waits(gpu: Gpu) -> None:
+def test_one_stream_needs_no_wait(gpu: Gpu) -> None:
     jobs = WeightJobs()
     leave(gpu, jobs, gpu.main)
     jobs.run("B")  # whose tensors may be another stream's memory all the same
     assert gpu.calls == ["(2,) used on main", "(3, 4) used on main", "gather", "job on main"]
 
 
-def test_a_job_beside_a_b_waits_too(gpu: Gpu) -> None:
+def test_job_that_overlaps_a_b_waits(gpu: Gpu) -> None:
     jobs = WeightJobs()
     leave(gpu, jobs, gpu.side)
     with jobs.collect("next", beside="B"):
-        assert gpu.calls[0] == "main waits for side"  # before what the job waits for is begun
+        assert gpu.calls[0] == "main waits for side"  # before the input of the job is started
         run_beside()
     assert gpu.calls[-1] == "job on main"
     jobs.run("B")
     jobs.run("next")
 
 
-def test_a_linear_names_what_its_job_keeps(gpu: Gpu) -> None:
+def test_linear_lists_the_tensors_of_its_job(gpu: Gpu) -> None:
     jobs, layer = WeightJobs(), SplitLinear(4, 3, bias=False)
     with jobs.collect("B"):
         output = layer(torch.randn(5, 4))
@@ -94,7 +94,7 @@ def test_a_linear_names_what_its_job_keeps(gpu: Gpu) -> None:
 
 
 class Quantized:
-    """Holds numbers and their scales as Transformer Engine's storages do, and tells the numbers."""
+    """Numbers and their scales as in Transformer Engine's storages; returns the numbers."""
 
     def __init__(self, **parts: object) -> None:
         self.__dict__ |= parts
@@ -103,7 +103,7 @@ class Quantized:
         return self._rowwise_data, self._columnwise_data  # type: ignore[attr-defined]
 
 
-def test_scales_are_read_as_the_numbers_are(gpu: Gpu) -> None:
+def test_scales_are_read_on_the_stream_of_the_numbers(gpu: Gpu) -> None:
     one = Quantized(
         _rowwise_data=torch.empty(2, 8),
         _rowwise_scale_inv=torch.empty(2, 1),
@@ -121,7 +121,7 @@ def test_scales_are_read_as_the_numbers_are(gpu: Gpu) -> None:
         assert gpu.calls == ["(2, 8) used on main", "(2, 1) used on main"]
 
 
-def test_nothing_is_kept_longer_than_the_job_keeps_it(gpu: Gpu) -> None:
+def test_tensors_are_freed_with_their_job(gpu: Gpu) -> None:
     jobs, seen = WeightJobs(), []
     tensor = torch.empty(2)
     kept = weakref.ref(tensor)

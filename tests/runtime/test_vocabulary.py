@@ -1,4 +1,4 @@
-"""A vocabulary in parts against the whole: losses and gradients, without ranks."""
+"""Vocabulary parallelism against the unsplit vocabulary: losses and gradients, without ranks."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def by_parts(
     hidden: Tensor, weight: Tensor, labels: Tensor, gradient: Tensor, parts: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the losses, dX and dW as so many devices make them."""
+    """Return the losses, dX and dW with the vocabulary split over a number of devices."""
     count = VOCABULARY // parts
     shards = [each.clone().requires_grad_() for each in weight.split(count)]
     made = [Logits.of(w.detach(), hidden, labels, count * at) for at, w in enumerate(shards)]
@@ -46,7 +46,7 @@ def by_parts(
 def at_once(
     hidden: Tensor, weight: Tensor, labels: Tensor, gradient: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same from the formula of the whole, in float64."""
+    """Return the same from the unsplit formula, in float64."""
     hidden, weight = (each.double().requires_grad_() for each in (hidden, weight))
     logits = hidden @ weight.t()
     known = (labels >= 0) & (labels < VOCABULARY)
@@ -63,7 +63,9 @@ def at_once(
     ("dtype", "tolerance"),
     [(torch.float64, 1e-13), (torch.float32, 3e-6), (torch.bfloat16, 3e-2)],
 )
-def test_parts_are_the_whole(parts: int, dtype: torch.dtype, tolerance: float) -> None:
+def test_parts_equal_the_unsplit_vocabulary(
+    parts: int, dtype: torch.dtype, tolerance: float
+) -> None:
     hidden, weight, labels, gradient = inputs(dtype)
     wide = torch.promote_types(dtype, torch.float32)
     found = by_parts(hidden, weight, labels, gradient.to(wide), parts)
@@ -72,8 +74,8 @@ def test_parts_are_the_whole(parts: int, dtype: torch.dtype, tolerance: float) -
         assert error <= tolerance
 
 
-def test_logits_that_would_overflow() -> None:
-    """One part's maximum is far above the others', whose exponentials vanish beside its own."""
+def test_large_logits_do_not_overflow() -> None:
+    """The maximum of one part is far above the others', whose exponentials vanish."""
     hidden, weight, labels, gradient = inputs(torch.float64)
     weight[5] *= 500
     found = by_parts(hidden, weight, labels, gradient, 8)
@@ -83,7 +85,7 @@ def test_logits_that_would_overflow() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_of_tokens_are_the_whole(
+def test_blocks_of_tokens_equal_the_unsplit_vocabulary(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A last block that is not full included."""
@@ -95,8 +97,8 @@ def test_blocks_of_tokens_are_the_whole(
         assert torch.equal(mine, expected)
 
 
-def test_logits_are_in_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside what is kept until T there is one block of tokens in fp32, and single numbers."""
+def test_logits_are_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Besides the tensors kept until T, memory has one block of tokens in fp32 and scalars."""
     tokens, rows, block = 512, 256, 64
     monkeypatch.setattr(vocabulary, "WIDE_NUMBERS", block * rows)
     hidden = torch.randn(tokens, 8, dtype=torch.bfloat16)
@@ -108,10 +110,10 @@ def test_logits_are_in_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept + wide <= live.max_memory_allocated() <= kept + wide + per_token
 
 
-def test_the_weight_gradient_works_with_its_input_in_fp32_twice(
+def test_weight_gradient_needs_two_fp32_copies_of_its_input(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Beside what S has kept: scaled by the gradient, and for the labels' rows alone."""
+    """Besides the tensors of S: one copy scaled by the gradient, and one for the labels' rows."""
     tokens, rows, size = 512, 64, 256
     monkeypatch.setattr(vocabulary, "WIDE_NUMBERS", 8 * 64 * size)
     hidden = torch.randn(tokens, size, dtype=torch.bfloat16)
@@ -127,7 +129,7 @@ def test_the_weight_gradient_works_with_its_input_in_fp32_twice(
 
 
 @pytest.mark.parametrize("parts", [1, 2, 8])
-def test_the_best_row_is_the_first_of_equals(parts: int) -> None:
+def test_argmax_is_the_first_of_equal_rows(parts: int) -> None:
     hidden, weight, labels, _ = inputs(torch.bfloat16)
     weight[33:] = weight[:7]
     logits, count = hidden @ weight.t(), VOCABULARY // parts
@@ -141,7 +143,7 @@ def test_the_best_row_is_the_first_of_equals(parts: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_lookups_and_their_gradient(dtype: torch.dtype) -> None:
+def test_lookups_and_their_gradient_equal_the_unsplit_embedding(dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(2)
     weight = torch.randn(VOCABULARY, HIDDEN, generator=draw).to(dtype)
     tokens = torch.randint(VOCABULARY, (3, 8), generator=draw)  # some more than once

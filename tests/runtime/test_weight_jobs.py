@@ -30,7 +30,7 @@ def data_of(microbatch: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(5,), (7, 5), (4, 2, 5)])
-def test_without_a_bucket_it_is_a_linear(bias: bool, shape: tuple[int, ...]) -> None:
+def test_without_a_bucket_the_layer_equals_a_linear(bias: bool, shape: tuple[int, ...]) -> None:
     layer = make_linear(bias)
     plain = nn.Linear(5, 3, bias=bias)
     plain.load_state_dict(layer.state_dict())
@@ -44,7 +44,7 @@ def test_without_a_bucket_it_is_a_linear(bias: bool, shape: tuple[int, ...]) -> 
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=1e-6)
 
 
-def test_gradcheck() -> None:
+def test_gradcheck_passes() -> None:
     layer = make_linear(dtype=torch.float64)
     x = torch.randn(4, 2, 5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, w, b: torch.func.functional_call(
@@ -52,7 +52,7 @@ def test_gradcheck() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "wide"), [(torch.float32, False), (torch.bfloat16, True)])
-def test_jobs_give_bitwise_the_gradients_of_whole_backwards(dtype: torch.dtype, wide: bool) -> None:
+def test_jobs_equal_full_backwards_bitwise(dtype: torch.dtype, wide: bool) -> None:
     def run(split: bool) -> list[Tensor]:
         layer, jobs = make_linear(dtype=dtype), WeightJobs()
         if wide:
@@ -77,7 +77,7 @@ def test_jobs_give_bitwise_the_gradients_of_whole_backwards(dtype: torch.dtype, 
         assert torch.equal(whole, split)
 
 
-def test_jobs_run_in_order_and_are_let_go_of_one_by_one() -> None:
+def test_jobs_run_in_order_and_are_freed_one_by_one() -> None:
     jobs, ran, alive = WeightJobs(), [], []
 
     class Job:
@@ -115,7 +115,7 @@ class Noted:
 
 
 def left_by(jobs: WeightJobs, key: str, names: str) -> list[str]:
-    """Return where jobs of these names, left by a B of the key, note what they do."""
+    """Return the log of the jobs of these names, left by a B of the key."""
     calls: list[str] = []
     with jobs.collect(key):
         for name in names:
@@ -124,7 +124,7 @@ def left_by(jobs: WeightJobs, key: str, names: str) -> list[str]:
     return calls
 
 
-def test_what_a_job_waits_for_starts_under_the_one_before_it() -> None:
+def test_inputs_of_a_job_start_during_the_previous_job() -> None:
     jobs = WeightJobs()
     calls = left_by(jobs, "key", "abc")
     jobs.run("key")
@@ -141,7 +141,7 @@ def test_what_a_job_waits_for_starts_under_the_one_before_it() -> None:
         (1.0, 0, ["begin a"]),
     ],
 )
-def test_a_b_runs_its_share_of_the_jobs_beside_it(
+def test_b_runs_its_share_of_the_overlapped_jobs(
     share: float, waits: int, inside: list[str]
 ) -> None:
     jobs = WeightJobs()
@@ -159,7 +159,7 @@ def test_a_b_runs_its_share_of_the_jobs_beside_it(
     assert calls[-1] == "new"
 
 
-def test_a_b_that_fails_leaves_no_jobs_to_the_next() -> None:
+def test_failed_b_leaves_no_jobs_to_the_next_b() -> None:
     jobs = WeightJobs()
     calls = left_by(jobs, "old", "ab")
     with pytest.raises(ZeroDivisionError), jobs.collect("fails", "old"):
@@ -173,8 +173,8 @@ def test_a_b_that_fails_leaves_no_jobs_to_the_next() -> None:
     assert not weight_jobs.is_open()
 
 
-def test_a_job_left_from_another_thread_is_found() -> None:
-    """As with CUDA, where autograd runs the backward on a thread of its own."""
+def test_job_from_another_thread_is_found() -> None:
+    """As with CUDA, where autograd runs the backward on another thread."""
     jobs, ran = WeightJobs(), []
     with jobs.collect(0):
         thread = threading.Thread(target=lambda: weight_jobs.defer(lambda: ran.append(1)))
@@ -184,7 +184,7 @@ def test_a_job_left_from_another_thread_is_found() -> None:
     assert ran == [1]
 
 
-def test_misuse_is_told() -> None:
+def test_misuse_raises_an_error() -> None:
     jobs = WeightJobs()
     with pytest.raises(RuntimeError, match="no B collects weight gradients"):
         weight_jobs.defer(lambda: None)
@@ -201,7 +201,7 @@ def test_misuse_is_told() -> None:
         jobs.run((1, 2))
 
 
-def test_a_b_that_fails_leaves_nothing_open() -> None:
+def test_failed_b_closes_its_context() -> None:
     jobs = WeightJobs()
 
     def fail() -> None:
@@ -216,7 +216,7 @@ def test_a_b_that_fails_leaves_nothing_open() -> None:
         jobs.run(0)
 
 
-def test_the_default_kernel_mirrors_megatrons_unfused_arithmetic() -> None:
+def test_default_kernel_equals_megatrons_unfused_arithmetic() -> None:
     dy, x = torch.randn(4, 2, 3).bfloat16(), torch.randn(4, 2, 5).bfloat16()
     weight = nn.Parameter(torch.zeros(3, 5, dtype=torch.bfloat16))
     weight.main_grad = torch.rand(3, 5)
@@ -226,7 +226,7 @@ def test_the_default_kernel_mirrors_megatrons_unfused_arithmetic() -> None:
     assert weight_grad(dy, x).dtype == torch.bfloat16
 
 
-def test_the_fused_kernel_adds_in_place() -> None:
+def test_fused_kernel_accumulates_in_place() -> None:
     dy, x = torch.randn(4, 2, 3), torch.randn(4, 2, 5)
     weight = nn.Parameter(torch.zeros(3, 5))
     weight.main_grad = start = torch.rand(3, 5)
@@ -236,7 +236,7 @@ def test_the_fused_kernel_adds_in_place() -> None:
     torch.testing.assert_close(start, wanted)
 
 
-def test_which_kernel_is_chosen() -> None:
+def test_kernel_choice_depends_on_device_and_dtype() -> None:
     f32, bf16 = torch.float32, torch.bfloat16
     assert fused_kernel("cpu", f32, f32) is WeightGradKernel.ADDMM
     assert fused_kernel("cuda", bf16, bf16) is WeightGradKernel.ADDMM
@@ -245,7 +245,7 @@ def test_which_kernel_is_chosen() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_wide_kernel_sums_in_fp32(dtype: torch.dtype) -> None:
+def test_wide_kernel_accumulates_in_fp32(dtype: torch.dtype) -> None:
     dy = torch.randn(64, 2, 48, device="cuda").to(dtype)
     x = torch.randn(64, 2, 32, device="cuda").to(dtype)
     weight = nn.Parameter(torch.zeros(48, 32, dtype=dtype, device="cuda"))

@@ -1,4 +1,4 @@
-"""The kernels that add a weight gradient to the sum: which is taken, and that all agree."""
+"""Kernels that accumulate a weight gradient: the choice of the kernel, and equal results."""
 
 import logging
 import sys
@@ -34,7 +34,7 @@ def general_gemm(
     accumulate: bool,
     grad: bool,
 ) -> None:
-    """Do what Transformer Engine's does with these arguments, and check that it gets them."""
+    """Replace Transformer Engine's kernel for these arguments, and check the arguments."""
     assert (layout, accumulate, grad, out_dtype) == ("NT", True, True, out.dtype)
     out.add_(dy.t().to(out.dtype).matmul(x.to(out.dtype)))
 
@@ -77,7 +77,7 @@ TE_BASE = "transformer_engine.pytorch.module.base"
 APEX = "fused_weight_gradient_mlp_cuda"
 
 
-def test_the_order_in_which_kernels_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_chosen_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     def taken() -> WeightGradKernel:
         fused_kernel.cache_clear()
         return fused_kernel("cuda", FLOAT, BFLOAT)
@@ -92,10 +92,10 @@ def test_the_order_in_which_kernels_are_taken(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("total", [FLOAT, BFLOAT])
-def test_apex_is_taken_wherever_megatron_takes_it(
+def test_apex_is_used_wherever_megatron_uses_it(
     monkeypatch: pytest.MonkeyPatch, total: torch.dtype
 ) -> None:
-    """A whole backward is Megatron's, which asks for nothing else."""
+    """A full backward is Megatron's, which supports no other kernel."""
     with_module(monkeypatch, APEX, wgrad_gemm_accum_fp32)
     weight_jobs._apex.cache_clear()
     for has_out_dtype in (False, True):
@@ -105,7 +105,7 @@ def test_apex_is_taken_wherever_megatron_takes_it(
 
 
 @pytest.mark.parametrize(("version", "has"), [("2.9.1+cu130", False), ("2.10.0", True)])
-def test_addmm_adds_to_wider_sums_from_2_10_on(
+def test_addmm_accumulates_in_wider_dtypes_since_torch_2_10(
     monkeypatch: pytest.MonkeyPatch, version: str, has: bool
 ) -> None:
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
@@ -123,7 +123,9 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT])
-def test_all_kernels_give_equal_sums(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_kernels_give_equal_gradients(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with_module(monkeypatch, TE, general_gemm)
     with_module(monkeypatch, APEX, wgrad_gemm_accum_fp32)
     generator = torch.Generator().manual_seed(0)
@@ -143,7 +145,7 @@ def test_all_kernels_give_equal_sums(dtype: torch.dtype, monkeypatch: pytest.Mon
         )
 
 
-def test_older_te_gets_its_own_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_te_receives_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[None] = []
 
     def get_workspace() -> Tensor:
@@ -153,7 +155,7 @@ def test_older_te_gets_its_own_workspace(monkeypatch: pytest.MonkeyPatch) -> Non
     with_module(monkeypatch, TE, general_gemm_until_2_9, called="general_gemm")
     with_module(monkeypatch, TE_BASE, get_workspace)
     assert weight_jobs._te_gemm() is not None
-    assert not asked  # memory on the GPU, which a run that only looks does not take
+    assert not asked  # GPU memory, which an estimate must not allocate
     weight = torch.nn.Parameter(torch.zeros(3, 5, dtype=BFLOAT))
     weight.main_grad = torch.ones(3, 5)  # type: ignore[attr-defined]
     dy, x = torch.ones(2, 3, dtype=BFLOAT), torch.ones(2, 5, dtype=BFLOAT)
@@ -161,7 +163,7 @@ def test_older_te_gets_its_own_workspace(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(weight.main_grad, torch.full((3, 5), 3.0))
 
 
-def test_te_that_wants_a_workspace_and_has_none_is_not_taken(
+def test_te_without_its_workspace_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_module(monkeypatch, TE, general_gemm_until_2_9, called="general_gemm")
@@ -169,7 +171,7 @@ def test_te_that_wants_a_workspace_and_has_none_is_not_taken(
     assert weight_jobs._te_gemm() is None
 
 
-def test_a_kernel_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_a_missing_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     weight = torch.nn.Parameter(torch.zeros(3, 5))
     weight.main_grad = torch.ones(3, 5)  # type: ignore[attr-defined]
