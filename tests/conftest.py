@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 SLOW = {
     "faults/test_saving.py": {
-        "test_the_checkpoint_before_still_loads": [
+        "test_previous_checkpoint_still_loads": [
             "full disk-2-iter_0000004/__2_0",
             "full disk-0-latest_checkpointed",
             "killed writer-0-iter_0000004/.metadata",

@@ -1,8 +1,8 @@
-"""Megatron-Bridge's own `pretrain` on a CPU: a tiny GPT on gloo ranks, and what it learnt.
+"""Megatron-Bridge's `pretrain` on a CPU: a tiny GPT on gloo ranks, and its results.
 
-Of what Bridge declares to depend on, little is needed for that, and some of it exists for GPUs
-alone. Its modules get stand-ins for those packages, and nobody else does: Megatron-Core must go on
-finding them missing.
+This needs few of Bridge's declared dependencies, some of which exist for GPUs only. The modules of
+Bridge get fakes of those packages, and no other module does: Megatron-Core must continue to treat
+them as missing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class AbsentModule(types.ModuleType):
 
 
 def stand_in() -> None:
-    """Answer Bridge's imports of what is absent."""
+    """Resolve Bridge's imports of missing packages."""
     real, modules = builtins.__import__, {}
 
     def module(name: str) -> Any:
@@ -68,7 +68,7 @@ def stand_in() -> None:
             return imported if fromlist else module(name.partition(".")[0])
         return real(name, globals, locals, fromlist, level)
 
-    # What these do for a model that modelopt has not changed.
+    # The results of these functions for a model that modelopt has not changed.
     distill = module("modelopt.torch.distill.plugins.megatron")
     distill.get_tensor_shapes_adjust_fn_for_distillation = lambda *_, **__: None
     module("modelopt.torch.quantization.utils").is_quantized = lambda *_: False
@@ -79,7 +79,7 @@ def stand_in() -> None:
 
 
 def without_all_models() -> None:
-    """Make Bridge's packages import nothing by themselves: all models take half a minute."""
+    """Make Bridge's packages import no submodules: importing all models needs half a minute."""
     for name in ("megatron.bridge", "megatron.bridge.models"):
         parent = sys.modules.get(name.rpartition(".")[0])
         paths = None if parent is None else parent.__path__
@@ -95,7 +95,7 @@ def without_all_models() -> None:
 
 
 def named(chunk: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a chunk's parameters by their names in the whole model."""
+    """Yield the parameters of a chunk by their names in the full model."""
     for name, parameter in chunk.named_parameters():
         parts = name.split(".")
         if "layers" in parts:
@@ -128,7 +128,7 @@ def lora() -> Any:
     from megatron.bridge.peft import utils
     from megatron.bridge.peft.lora import LoRA
 
-    utils.HAVE_TE = False  # it takes Megatron-Core's names for Transformer Engine, None, for it
+    utils.HAVE_TE = False  # it imports Megatron-Core's names for TE, which are None
 
     class FilledLoRA(LoRA):
         def __call__(self, model: Any, training: bool = True) -> Any:
@@ -218,7 +218,7 @@ def configuration(options: argparse.Namespace) -> Any:
 
 
 def main() -> None:
-    """Train, and save what this rank has seen and learnt."""
+    """Train, and save the data and the results of this rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("--schedule")

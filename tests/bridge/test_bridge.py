@@ -1,6 +1,6 @@
-"""Megatron-Bridge trains with schedules of this package as with its own 1F1B.
+"""Megatron-Bridge trains with schedules of this package as with Megatron's 1F1B.
 
-Its wheel is needed, without its dependencies: `bash scripts/test.sh --bridge`.
+Requires its wheel, without its dependencies: `bash scripts/test.sh --bridge`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ENVIRONMENT = {
 
 
 class Learnt(NamedTuple):
-    """What a run has seen and learnt."""
+    """The data and the results of a run."""
 
     steps: list[tuple[float, float]]  # loss and gradient norm
     evaluations: list[float]
@@ -84,27 +84,27 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Learnt:
 
 
 @pytest.mark.parametrize("schedule", ["v-half", "v-zb", "zb-h1"])
-def test_by_name(tmp_path: Path, plain: Learnt, schedule: str) -> None:
+def test_schedule_by_name_equals_1f1b(tmp_path: Path, plain: Learnt, schedule: str) -> None:
     assert_runs_equal(train(tmp_path / "run", "--schedule", schedule), plain)
 
 
-def test_registered_when_bridge_is_imported_already(tmp_path: Path, plain: Learnt) -> None:
+def test_registration_after_the_import_of_bridge_equals_1f1b(tmp_path: Path, plain: Learnt) -> None:
     assert_runs_equal(train(tmp_path / "run", "--schedule", "v-half", "--late"), plain)
 
 
-def test_a_plan_for_costs(tmp_path: Path, plain: Learnt) -> None:
+def test_schedule_planned_from_costs_equals_1f1b(tmp_path: Path, plain: Learnt) -> None:
     costs = tmp_path / "costs.json"
     costs.write_text(Costs.uniform(4, 8, 100, 130, 90, 5).to_json())
     assert_runs_equal(train(tmp_path / "run", "--schedule", "auto", "--costs", str(costs)), plain)
 
 
-def test_a_schedule_file(tmp_path: Path, plain: Learnt) -> None:
+def test_schedule_file_equals_1f1b(tmp_path: Path, plain: Learnt) -> None:
     file = tmp_path / "plan.json"
     file.write_text(make("v-min", 4, 8).to_json())
     assert_runs_equal(train(tmp_path / "run", "--schedule", str(file)), plain)
 
 
-def test_the_distributed_optimizer(tmp_path: Path, plain: Learnt) -> None:
+def test_distributed_optimizer_equals_1f1b(tmp_path: Path, plain: Learnt) -> None:
     assert_runs_equal(
         train(tmp_path / "run", "--schedule", "v-half", "--distributed-optimizer"), plain
     )
@@ -118,13 +118,15 @@ class Saved(NamedTuple):
 
 
 FOUR_STEPS = "--steps", "4"
-"""With Megatron's own optimizer: the distributed one's state is not loaded on a CPU by Bridge alone
-either, as torch's Adam keeps no step in its group there (`assert len(steps) == 1` in Megatron)."""
+"""With the plain optimizer: on a CPU, Bridge alone cannot load the distributed one's state either.
+
+torch's Adam has no step in its group (`assert len(steps) == 1` in Megatron).
+"""
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Saved]:
-    """What Bridge's own 1F1B and V-Half have saved, by schedule."""
+    """The checkpoints of Bridge's 1F1B and of V-Half, by schedule."""
     runs = {}
     for schedule in (None, "v-half"):
         folder = tmp_path_factory.mktemp("saved")
@@ -139,7 +141,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Saved]:
 @pytest.mark.parametrize(
     ("saves", "resumes"), [("v-half", "v-half"), ("v-half", None), (None, "v-half")]
 )
-def test_resumed_from_its_checkpoint_a_run_goes_on_as_if_it_had_not_ended(
+def test_resumed_run_equals_the_uninterrupted_run(
     tmp_path: Path,
     saved: dict[str | None, Saved],
     saves: str | None,
@@ -154,8 +156,10 @@ def test_resumed_from_its_checkpoint_a_run_goes_on_as_if_it_had_not_ended(
 
 
 @pytest.mark.parametrize("pretrains", [None, "v-half"])
-def test_lora(tmp_path: Path, saved: dict[str | None, Saved], pretrains: str | None) -> None:
-    """Bridge's adapters, which it adds when the chunks are built; what they adapt is frozen."""
+def test_lora_equals_1f1b(
+    tmp_path: Path, saved: dict[str | None, Saved], pretrains: str | None
+) -> None:
+    """Bridge adds its adapters when the chunks are built; the adapted weights are frozen."""
     options = "--adapts", saved[pretrains].folder, "--pipeline", "2", "--distributed-optimizer"
     megatron_run = train(tmp_path / "own", *options)
     package_run = train(tmp_path / "ours", *options, "--schedule", "v-half")
@@ -169,7 +173,9 @@ def test_lora(tmp_path: Path, saved: dict[str | None, Saved], pretrains: str | N
     )  # the adapters have learnt
 
 
-def test_lora_is_resumed(tmp_path: Path, saved: dict[str | None, Saved]) -> None:
+def test_resumed_lora_run_equals_the_uninterrupted_run(
+    tmp_path: Path, saved: dict[str | None, Saved]
+) -> None:
     adapters = str(tmp_path / "adapters")
     options = *FOUR_STEPS, "--adapts", saved[None].folder, "--schedule", "v-half"
     uninterrupted = train(tmp_path / "whole", *options, "--saves-in", adapters)
@@ -177,13 +183,13 @@ def test_lora_is_resumed(tmp_path: Path, saved: dict[str | None, Saved]) -> None
     assert_runs_equal(learnt, uninterrupted._replace(steps=uninterrupted.steps[2:]), steps=2)
 
 
-def test_tied_embeddings(tmp_path: Path) -> None:
+def test_tied_embeddings_equal_1f1b(tmp_path: Path) -> None:
     megatron_run = train(tmp_path / "own", "--tied")
     assert_runs_equal(train(tmp_path / "run", "--tied", "--schedule", "v-zb"), megatron_run)
 
 
-def test_options_made_for_its_own_schedules_are_translated(tmp_path: Path, plain: Learnt) -> None:
-    """Two layers less among the ends: 8 + 2 do not divide by 8 stages, and the log says so."""
+def test_options_of_bridge_schedules_are_translated(tmp_path: Path, plain: Learnt) -> None:
+    """The first and last stage have two layers less: 8 + 2 is not divisible by 8; it is logged."""
     learnt = train(tmp_path / "run", "--schedule", "v-half", "--counts-ends")
     assert "account_for_embedding_in_pipeline_split, account_for_loss" in learnt.output
     assert_runs_equal(learnt, plain)

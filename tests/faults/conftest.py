@@ -1,4 +1,4 @@
-"""The farm, the faults, and a table of what was injected and how it ended."""
+"""The rank farm, the fault injection, and a table of injected faults and their outcomes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Inject = Callable[..., Ended]
 
 @dataclass(slots=True)
 class _Lines:
-    """By kind of fault: how many were injected and survived, and what was measured."""
+    """By kind of fault: the numbers injected and survived, and the measurements."""
 
     injected: Counter[str] = field(default_factory=Counter)
     survived: Counter[str] = field(default_factory=Counter)
@@ -56,7 +56,7 @@ MINE = pytest.StashKey[list[tuple[str, int, str]]]()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    """Count what the test injected as survived if it passed."""
+    """Count the faults of the test as survived if it passed."""
     report = yield
     if call.when == "call" and report.passed:
         lines = item.config.stash[LINES]

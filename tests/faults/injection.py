@@ -1,8 +1,8 @@
-"""Makes things go wrong in a rank of the farm: in one pass of one step, or while it saves.
+"""Injects a fault into a rank of the farm: in one pass of one step, or while it saves.
 
-A fault is a dict: what, rank, step (counted from 1 in this process), pass (`B5.3`), and what the
-kind of fault needs. All of it wraps names of this package or of Megatron in the forked rank; the
-package itself knows nothing of faults.
+A fault is a dict: what, rank, step (counted from 1 in this process), pass (`B5.3`), and the
+parameters of the kind of fault. The forked rank wraps names of this package or of Megatron; the
+package itself contains no code for faults.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_vshape.mcore.step.stage import MegatronStage
 
 
 class InjectedError(Exception):
-    """What an injected fault raises."""
+    """The error of an injected fault."""
 
 
 def start(rank: int, faults: list[dict[str, Any]]) -> None:
@@ -69,7 +69,7 @@ def _split(text: str) -> tuple[str, str, tuple[int, int]]:
 
 
 def _note(fault: dict[str, Any]) -> None:
-    """Tell the test when the fault struck, on the clock of time.monotonic."""
+    """Report to the test when the fault occurred, on the clock of time.monotonic."""
     Path(fault["note"]).write_text(f"{time.monotonic()}")
 
 
@@ -117,7 +117,7 @@ IN_PASS: dict[str, Callable[..., Any]] = {
 
 
 def _at_file(fault: dict[str, Any]) -> None:
-    """Strike where a file is opened to be written whose path holds fault["file"]."""
+    """Inject the fault when a file is opened for writing whose path contains fault["file"]."""
     original = io.open
     pid = os.getpid()
     opened_paths: list[str] = []
@@ -129,7 +129,7 @@ def _at_file(fault: dict[str, Any]) -> None:
         opened_paths.append(str(path))
         if len(opened_paths) <= fault.get("skip", 0):
             return original(path, mode, *args, **options)
-        original(path, mode, *args, **options).close()  # what was there is gone by then
+        original(path, mode, *args, **options).close()  # the previous content is gone by then
         Path(fault["note"]).touch()
         if fault["what"] == "full disk":
             return original("/dev/full", mode, *args, **options)

@@ -1,7 +1,7 @@
-"""Kills a rank in every pass of a step, each in a run of its own; prints how the others ended.
+"""Kill a rank in every pass of a step, one run per pass; print how the other ranks ended.
 
-Run as a script: it imports torch once and forks the ranks of every run. Prints a line of JSON for
-each: device and pass of the killed one, the others' exit codes, what they said, and the seconds
+Run as a script: it imports torch once and forks the ranks of every run. Prints a line of JSON per
+run: device and pass of the killed rank, the exit codes and reports of the others, and the seconds
 until the last of them had ended.
 """
 

@@ -1,4 +1,4 @@
-"""Plans anew every so many steps with other costs, and measures what a rank holds on the way."""
+"""Replans every few steps with other costs, and measures the memory of a rank meanwhile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_vshape.core.model.costs import Costs
 
 
 def start(rank: int, settings: dict[str, Any]) -> None:
-    """Measure every `given["every"]` steps into `given["folder"]`, and plan anew if it can be."""
+    """Measure and replan every `every` steps; write the results to `folder`."""
     import megatron.training.training as training
 
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
@@ -48,7 +48,7 @@ def start(rank: int, settings: dict[str, Any]) -> None:
 
 
 def costs(num_stages: int, seed: int) -> Costs:
-    """Return costs as if measured: every stage its own, others for every seed."""
+    """Return costs as if measured: different for every stage and for every seed."""
     numbers = random.Random(seed)
 
     def times(low: float, high: float) -> tuple[float, ...]:
@@ -78,7 +78,7 @@ def _measure() -> dict[str, int]:
     import torch
 
     gc.collect()
-    time.sleep(0.1)  # gloo's thread lets go of what it has summed after the call has returned
+    time.sleep(0.1)  # gloo's thread frees its buffers after the call has returned
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "tensors": sum(1 for candidate in gc.get_objects() if isinstance(candidate, torch.Tensor)),

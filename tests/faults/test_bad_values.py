@@ -1,4 +1,4 @@
-"""NaN, inf and exceptions: told with stage, microbatch and pass, and no rank hangs."""
+"""NaN, inf and exceptions: reported with stage, microbatch and pass, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_megatron_repeats_a_bad_step(
 
 
 @pytest.mark.slow
-def test_a_value_that_was_bad_once_is_not_reproducible(inject: Inject, tally: Tally) -> None:
+def test_transient_bad_value_is_reported_as_not_reproducible(inject: Inject, tally: Tally) -> None:
     tally("NaN that does not come again")
     spoil = {"what": "spoil", "step": 3, "value": "nan", "rank": 2, "pass": "F2.3"}
     run = inject([spoil], *V_HALF, "--train-iters", "6")
@@ -43,9 +43,7 @@ def test_a_value_that_was_bad_once_is_not_reproducible(inject: Inject, tally: Ta
 
 
 @pytest.mark.slow
-def test_where_megatron_repeats_nothing_the_pass_that_noticed_is_named(
-    inject: Inject, tally: Tally
-) -> None:
+def test_without_reruns_the_error_names_the_detecting_pass(inject: Inject, tally: Tally) -> None:
     tally("NaN with --rerun-mode disabled")
     spoil = {"what": "spoil", "step": 3, "value": "nan", "rank": 2, "pass": "F2.3"}
     run = inject([spoil], *V_HALF, "--train-iters", "6", "--rerun-mode", "disabled")
@@ -77,7 +75,7 @@ def test_where_megatron_repeats_nothing_the_pass_that_noticed_is_named(
         ),
     ],
 )
-def test_an_exception_is_told_with_its_pass(
+def test_exceptions_name_their_pass(
     inject: Inject, tally: Tally, what: str, rank: int, work: str, words: str
 ) -> None:
     tally(f"an exception: {what} in {work}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import submitit  # noqa: F401  it sets logging up anew, which would close what is redirected by then
+import submitit  # noqa: F401  it configures logging, and would close a redirected stream
 import yaml
 from faults.conftest import Tally
 from hypothesis import HealthCheck, Phase, given, settings
@@ -31,7 +31,7 @@ from megatron_vshape.tuning.configurations import SweepError
 from megatron_vshape.tuning.grid import expand
 from megatron_vshape.tuning.results import Outcome, Result, Status, open_results
 
-SECONDS, ASLEEP, GIB = 20, 10, 2**30  # most that one file may take; the machine may be busy
+SECONDS, ASLEEP, GIB = 20, 10, 2**30  # limits for one file; the machine may be busy
 ALARMS = (signal.SIGPROF, signal.SIGALRM)
 FEW, MANY = 50, 2500  # cases of each of the four kinds of file
 RUN = ("--devices", "2", "--microbatches", "4")
@@ -39,7 +39,7 @@ RUN = ("--devices", "2", "--microbatches", "4")
 
 @pytest.fixture(autouse=True)
 def _bounded() -> Iterator[None]:
-    """Let the process take one GiB more than it has, and one command no longer than SECONDS."""
+    """Limit the process to one more GiB of memory, and one command to SECONDS."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + GIB, limits[1]))
@@ -71,7 +71,7 @@ class TooLongError(Exception):
 
 
 def command(*arguments: object) -> str:
-    """Run the command line here and return what it says; whatever is wrong must be one sentence."""
+    """Run the command line in this process and return its output; an error must be one sentence."""
     out, err = io.StringIO(), io.StringIO()
     with timed(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([str(argument) for argument in arguments])
@@ -190,13 +190,13 @@ in_both_numbers = pytest.mark.parametrize(
 
 
 def for_all(number: int, drawn: st.SearchStrategy[Any], check: Callable[[Any], None]) -> None:
-    """Call `check` with so many drawn values; the first that fails is told as it is."""
+    """Call `check` with a number of drawn values; the first failure is raised unchanged."""
 
     @settings(
         max_examples=number,
         database=None,
         suppress_health_check=list(HealthCheck),
-        phases=(Phase.explicit, Phase.generate),  # shrinking what takes 20 s would take an hour
+        phases=(Phase.explicit, Phase.generate),  # shrinking slow inputs would take an hour
     )
     @given(drawn)
     def run(value: Any) -> None:
@@ -266,7 +266,7 @@ PATHS = ["/dev/zero", "/dev/full", "/", "pipe", "loop", "gone", "x" * 300, "/pro
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_paths_that_are_no_files(path: str, tmp_path: Path, tally: Tally) -> None:
+def test_invalid_paths_are_rejected(path: str, tmp_path: Path, tally: Tally) -> None:
     tally("paths that are no files", 3)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
@@ -280,7 +280,7 @@ def test_paths_that_are_no_files(path: str, tmp_path: Path, tally: Tally) -> Non
         assert "is not a regular file" in said or "cannot be read" in said
 
 
-def test_yaml_that_grows_is_refused(tmp_path: Path, tally: Tally) -> None:
+def test_yaml_that_expands_is_rejected(tmp_path: Path, tally: Tally) -> None:
     tally("YAML of aliases of aliases")
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
@@ -289,7 +289,7 @@ def test_yaml_that_grows_is_refused(tmp_path: Path, tally: Tally) -> None:
     assert "has the alias *a0, and aliases are not read: write the value out" in said
 
 
-def test_a_sweeps_name_leads_nowhere(tmp_path: Path, tally: Tally) -> None:
+def test_sweep_name_cannot_leave_its_folder(tmp_path: Path, tally: Tally) -> None:
     tally("a name that is a path")
     write_good(tmp_path)
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(SWEEP | {"name": "../../x"}))
@@ -332,7 +332,7 @@ def _read(path: Path) -> None:
         results.read({"a"})
 
 
-def test_nothing_that_comes_from_a_file_is_unpickled_or_run() -> None:
+def test_file_contents_are_never_unpickled_or_executed() -> None:
     """Workers of one server and ranks of one job exchange pickles; torch.load is Megatron's."""
     unsafe = re.compile(r"pickle\.load|torch\.load|marshal|shelve|yaml\.(unsafe|full)|\beval\(")
     package = Path(megatron_vshape.__file__).parent

@@ -1,4 +1,4 @@
-"""A rank killed in a pass: the others tell what they waited for, and a restart loses nothing."""
+"""A rank killed in a pass: the others report their waits, and a restart loses no saved step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOLD = re.compile(
 
 
 def passes(device: int, kind: Kind) -> list[Pass]:
-    """Return the passes of a kind that a device runs, in order; a W that stands with B is in BW."""
+    """Return the passes of a kind on a device, in order; a W fused with B is in BW."""
     program = Planner(ScheduleChoice(4, "v-half")).plan_step(8).program
     runs = [
         instruction.work
@@ -67,7 +67,7 @@ def assert_others_told(run: Ended, killed: int, folder: Path) -> float:
 def assert_continues(
     farm: Farm, complete_run: Ended, folder: Path, form: str = PLAIN, num_lost: int = 3
 ) -> None:
-    """Check that a restart from `folder` does the last `lost` steps of `whole`, bit by bit."""
+    """Check that a restart from `folder` repeats the lost steps of the complete run bitwise."""
     resumed_run = farm.run(4, *FIVE, "--load", str(folder), "--ckpt-format", form).check()
     for key in ("losses", "grad_norms"):
         assert resumed_run.record[key] == complete_run.record[key][-num_lost:]
@@ -76,7 +76,7 @@ def assert_continues(
     assert all(torch.equal(resumed[name], complete[name]) for name in complete)
 
 
-def test_a_killed_rank_ends_the_run_and_a_restart_continues_bitwise(
+def test_killed_rank_ends_the_run_and_a_restart_continues_bitwise(
     farm: Farm, train: Callable[..., Ended], inject: Inject, tally: Tally, tmp_path: Path
 ) -> None:
     tally("SIGKILL in a pass, then a restart")
@@ -97,7 +97,7 @@ KILLED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "device", "position"), KILLED)
-def test_killed_in_each_kind_of_pass(
+def test_kill_in_each_kind_of_pass_ends_the_run(
     farm: Farm,
     train: Callable[..., Ended],
     inject: Inject,
@@ -126,7 +126,7 @@ AHEAD = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("device", "number"), [(0, 0), (2, 1), (1, -1)])
-def test_killed_in_a_forward_that_runs_before_its_step(
+def test_kill_in_a_forward_before_its_step_ends_the_run(
     farm: Farm, inject: Inject, tally: Tally, tmp_path: Path, device: int, number: int
 ) -> None:
     """With post-validation the first forwards of step 4 run in step 3; the last do not."""
@@ -150,7 +150,7 @@ def test_killed_in_a_forward_that_runs_before_its_step(
 
 
 @pytest.mark.slow
-def test_killed_in_every_pass_of_a_step(tally: Tally) -> None:
+def test_kill_in_every_pass_of_a_step_ends_the_run(tally: Tally) -> None:
     """A small model of plain torch, so that every pass of all four devices has its turn."""
     folder = Path(__file__).parent
     environment = os.environ | {
@@ -175,8 +175,8 @@ def test_killed_in_every_pass_of_a_step(tally: Tally) -> None:
 
 
 @pytest.mark.slow
-def test_killed_under_torchrun(tally: Tally, tmp_path: Path) -> None:
-    """The agent ends the others with SIGTERM, mostly before they notice; each still tells."""
+def test_kill_under_torchrun_ends_the_run(tally: Tally, tmp_path: Path) -> None:
+    """The agent ends the others with SIGTERM, usually before they detect it; all still report."""
     tally("SIGKILL under torchrun")
     fault = kill(passes(0, Kind.F)[5], 0) | {"note": str(tmp_path / "struck")}
     faults_file = tmp_path / "faults.json"
@@ -220,7 +220,7 @@ SHARED = ("--pipeline-vocab-parallel", "--pipeline-timeout", "10")
         pytest.param("stall S", marks=pytest.mark.slow),
     ],
 )
-def test_ranks_that_share_a_vocabulary_do_not_wait_for_one_that_is_gone(
+def test_vocabulary_parallel_ranks_do_not_wait_for_a_killed_rank(
     inject: Inject, tally: Tally, tmp_path: Path, what: str
 ) -> None:
     fault, kind = what.split()

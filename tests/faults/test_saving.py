@@ -24,7 +24,7 @@ DATA, INDEX, TRACKER = "iter_0000004/__2_0", "iter_0000004/.metadata", "latest_c
         ("killed writer", 0, TRACKER),
     ],
 )
-def test_the_checkpoint_before_still_loads(
+def test_previous_checkpoint_still_loads(
     farm: Farm,
     train: Callable[..., Ended],
     inject: Inject,
@@ -41,6 +41,6 @@ def test_the_checkpoint_before_still_loads(
     assert (tmp_path / "struck").exists()
     assert None not in run.codes
     assert 0 not in run.codes
-    # Where only the file that names it was cut off, the checkpoint itself is whole.
+    # If only the tracker file was truncated, the checkpoint itself is complete.
     lost = 1 if file == TRACKER else 3
     assert_continues(farm, train(4, *FIVE), saved, DISTRIBUTED, lost)

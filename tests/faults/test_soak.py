@@ -1,4 +1,4 @@
-"""Many steps, the schedule planned anew on the way: nothing grows, and the losses are 1F1B's."""
+"""Many steps with replanning: memory does not grow, and the losses are those of 1F1B."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
 
 SOAK = Path(__file__).with_name("soak.py")
-# The norm that clips is a sum over ranks, in another order on other stages: after 326 steps with it
-# Megatron's own 1F1B on 2 ranks is 5e-4 from that on 4.
+# The gradient norm for clipping is reduced in another order on other stages: after 326 steps with
+# clipping, Megatron's 1F1B on 2 ranks differs by 5e-4 from that on 4.
 SMALL = (
     "--hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
     "--clip-grad 0"
@@ -24,7 +24,7 @@ RANKS = 4
 
 
 def soak(farm: Farm, steps: int, every: int, folder: Path, *arguments: str) -> Ended:
-    """Train so many steps, measured every so many."""
+    """Train a number of steps, with measurements every few steps."""
     folder.mkdir()
     flags = [*SMALL.split(), UNTIED, "--train-iters", str(steps), *arguments]
     settings = {"every": every, "folder": str(folder)}
@@ -38,7 +38,9 @@ def samples(folder: Path, rank: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("steps", "every"), [(6, 2), pytest.param(2000, 100, marks=pytest.mark.slow)]
 )
-def test_soak(farm: Farm, tally: Tally, tmp_path: Path, steps: int, every: int) -> None:
+def test_replanned_run_keeps_memory_and_losses(
+    farm: Farm, tally: Tally, tmp_path: Path, steps: int, every: int
+) -> None:
     tally(f"{steps} steps, {steps // every} plans")
     file = tmp_path / "costs.json"
     file.write_text(costs(2 * RANKS, seed=0).to_json())

@@ -1,4 +1,4 @@
-"""A rank that stands still and comes back: training goes on, and computes the same."""
+"""A rank that stalls and recovers: training continues with equal results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_stalled_rank_recovers(
 
 
 @pytest.mark.slow
-def test_a_rank_that_stalls_in_a_step_begun_early_recovers(
+def test_rank_that_stalls_in_a_step_started_early_recovers(
     farm: Farm, inject: Inject, tally: Tally
 ) -> None:
     tally("a rank stalls 3 s in a step begun before the last was validated")

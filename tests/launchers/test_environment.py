@@ -1,8 +1,7 @@
-"""Who asks for no schedule finds environment and arguments as without this package.
+"""Without a schedule, environment and arguments are as without this package.
 
-And a schedule's ranks get what it needs, before Megatron's checks can start CUDA, and a line of the
-log. Where a launcher is tested, the torch is one that tells the environment that it finds, and
-ends the rank.
+Ranks with a schedule get their variables before Megatron's checks can start CUDA, with one line in
+the log. In tests of launchers, a fake torch prints its environment and ends the rank.
 """
 
 import json
@@ -34,7 +33,7 @@ script = next(at for at, each in enumerate(sys.argv) if at and each.endswith(".p
 os.execv(sys.executable, [sys.executable, *sys.argv[script:]])
 """
 SRUN = 'while [ "$1" != bash ]; do shift; done\nSLURM_NODEID=0 exec "$@"'
-# What is installed is never touched: a train.sh that wants to install ends there.
+# The installation is never changed: a train.sh that tries to install ends there.
 PYTHON = '#!/bin/sh\n[ "$2" = pip ] && { test "$3" = --version; exit; }\nexec REAL "$@"'
 SEGMENTS = "expandable_segments:True"
 # Never in a rank's environment: processes that it starts would inherit them.
@@ -49,8 +48,8 @@ OF_THE_USER = {
     "CUDA_MODULE_LOADING": "LAZY",
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
 }
-# What Megatron makes of the arguments of some runs, and the environment after all of them. The
-# last is refused where the allocator has expandable segments, by Megatron and torch before 2.11.
+# Megatron's arguments for some runs, and the environment after all of them. Megatron rejects the
+# last one if the allocator has expandable segments, as torch before 2.11 does.
 PROGRAM = """
 import json, os, sys
 
@@ -90,7 +89,7 @@ RUNS = [
 ]
 
 Start = Callable[[Path, Mapping[str, str]], str]
-"""Starts a rank with this environment and returns what it prints."""
+"""Starts a rank with this environment and returns its output."""
 
 
 def run(command: list[str], environment: Mapping[str, str]) -> str:
@@ -151,7 +150,7 @@ def sweep(folder: Path, environment: Mapping[str, str]) -> str:
 
 @pytest.fixture
 def clean(tmp_path: Path) -> dict[str, str]:
-    """Return an environment without any of the variables, with the torch that tells."""
+    """Return an environment without any of the variables, with the printing torch."""
     write(tmp_path / "fake/torch/__init__.py", TORCH)
     write(tmp_path / "fake/torch/distributed/__init__.py", "")
     write(tmp_path / "fake/torch/distributed/run.py", TORCHRUN)
@@ -163,7 +162,7 @@ def clean(tmp_path: Path) -> dict[str, str]:
 
 
 def found_by(said: str) -> dict[str, str]:
-    """Return what of a rank's environment matters here."""
+    """Return the relevant variables of a rank's environment."""
     lines = [line for line in said.splitlines() if line.startswith("ENVIRONMENT")]
     assert len(lines) == 1, said
     environment = json.loads(lines[0].partition(" ")[2])
@@ -174,7 +173,7 @@ def found_by(said: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("start", [train, slurm, sweep])
 @pytest.mark.parametrize("users", [{}, OF_THE_USER], ids=["none", "some"])
-def test_a_launcher_leaves_the_environment_to_the_ranks(
+def test_launcher_does_not_set_the_environment_of_the_ranks(
     start: Start, users: dict[str, str], tmp_path: Path, clean: dict[str, str]
 ) -> None:
     assert found_by(start(tmp_path, clean | users)) == users
@@ -182,7 +181,7 @@ def test_a_launcher_leaves_the_environment_to_the_ranks(
 
 @pytest.fixture(scope="module")
 def without(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return what Megatron alone makes of `RUNS`, and the environment that they leave."""
+    """Return the arguments of Megatron alone for `RUNS`, and the environment afterwards."""
     pytest.importorskip("megatron.training")
     return megatron(tmp_path_factory.mktemp("without"))
 
@@ -219,10 +218,10 @@ def megatron(folder: Path, *arguments: str) -> Any:
 @pytest.mark.parametrize(
     "start", [("register",), ("-m", "megatron_vshape.mcore.launch", "")], ids=["register", "launch"]
 )
-def test_who_asks_for_no_schedule_finds_all_as_without(
+def test_without_a_schedule_environment_and_arguments_are_unchanged(
     start: tuple[str, ...], without: Any, tmp_path: Path
 ) -> None:
-    """FSDP, experts alone and Megatron's own schedule; every variable, and every argument."""
+    """FSDP, MoE alone and Megatron's schedule; every variable, and every argument."""
     environment, runs = megatron(tmp_path, *start)
     assert environment == without[0]
     assert runs == without[1]
@@ -253,7 +252,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, set[str], bool]] = {
 
 
 class Process:
-    """What a schedule has set in this process: variables, and the allocator."""
+    """The settings of a schedule in this process: variables, and the allocator."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch = monkeypatch
@@ -289,7 +288,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Process:
 
 
 @pytest.mark.parametrize(("given", "kernels", "names", "expands"), CASES.values(), ids=CASES)
-def test_a_schedule_has_what_it_needs_and_no_more(
+def test_schedule_sets_exactly_its_required_variables(
     given: dict[str, Any],
     kernels: bool,
     names: set[str],
@@ -310,7 +309,7 @@ def test_a_schedule_has_what_it_needs_and_no_more(
     assert process.allocator == [SEGMENTS] * expands
 
 
-def test_a_librarys_buffers_that_nccl_registers_keep_the_allocator_as_it_is(
+def test_allocator_is_unchanged_with_buffers_registered_by_nccl(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their config comes before the model's, or after it."""
@@ -340,7 +339,7 @@ def test_a_librarys_buffers_that_nccl_registers_keep_the_allocator_as_it_is(
         assert process.allocator == expected
 
 
-def test_an_engine_that_the_trainer_starts_does_not_inherit_the_loading_mode(
+def test_inference_engine_does_not_inherit_the_loading_mode(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA has read it by the time that the optimizer is made, of whatever library."""
@@ -361,7 +360,9 @@ def test_an_engine_that_the_trainer_starts_does_not_inherit_the_loading_mode(
     assert environ == {LOADING: "LAZY"}
 
 
-def test_what_the_user_has_set_stays(process: Process, caplog: pytest.LogCaptureFixture) -> None:
+def test_variables_of_the_user_are_unchanged(
+    process: Process, caplog: pytest.LogCaptureFixture
+) -> None:
     arguments = options(tensor_model_parallel_size=2, cuda_graph_impl="transformer_engine")
     assert process.complete(arguments, **OF_THE_USER) == OF_THE_USER
     assert process.allocator == []
@@ -369,7 +370,7 @@ def test_what_the_user_has_set_stays(process: Process, caplog: pytest.LogCapture
     assert caplog.messages == []
 
 
-def test_what_cuda_would_not_read_any_more_is_told_and_not_set(
+def test_variables_are_logged_but_not_set_after_cuda_started(
     process: Process, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
@@ -383,7 +384,7 @@ def test_what_cuda_would_not_read_any_more_is_told_and_not_set(
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_the_allocator_is_set_after_cuda_has_started_unless_graphs_are_captured(
+def test_allocator_is_set_after_cuda_started_unless_graphs_are_captured(
     graphs: bool,
     process: Process,
     caplog: pytest.LogCaptureFixture,
@@ -414,8 +415,8 @@ print("ENVIRONMENT", __import__("json").dumps(dict(os.environ)))
 """
 
 
-def test_flags_that_choose_a_schedule_set_it_before_megatron_checks(clean: dict[str, str]) -> None:
-    """Megatron demands the order of launches of tensor parallelism, and asks CUDA for that."""
+def test_flags_set_the_environment_before_megatron_checks_it(clean: dict[str, str]) -> None:
+    """Megatron requires the launch order of tensor parallelism, and queries CUDA for it."""
     pytest.importorskip("megatron.training")
     flags = f"{MODEL}--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
     environment = clean | {"WORLD_SIZE": "4", "RANK": "0", "PYTHONPATH": str(ROOT)}
@@ -429,7 +430,7 @@ def test_flags_that_choose_a_schedule_set_it_before_megatron_checks(clean: dict[
 
 @pytest.mark.parametrize("spelling", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 @pytest.mark.parametrize("value", ["backend:cudaMallocAsync", ""])
-def test_one_spelling_of_the_allocators_variable_speaks_for_both(spelling: str, value: str) -> None:
+def test_either_spelling_of_the_allocator_variable_counts(spelling: str, value: str) -> None:
     lacking = missing_settings(
         required_settings(kernels=True, ordered=True, graphs=True), {spelling: value}
     )

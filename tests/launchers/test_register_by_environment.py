@@ -1,4 +1,4 @@
-"""MEGATRON_VSHAPE registers a schedule in a program that knows nothing of this package."""
+"""MEGATRON_VSHAPE registers a schedule in a program that does not import this package."""
 
 import importlib.util
 import os
@@ -30,14 +30,14 @@ def run(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="Megatron is not installed")
-def test_it_registers_once_the_program_has_imported_megatron(tmp_path: Path) -> None:
+def test_schedule_is_registered_when_megatron_is_imported(tmp_path: Path) -> None:
     ended = run("schedule=v-half", tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[-2:] == ["begun: True False", "hooked: True"]
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="Megatron is not installed")
-def test_what_it_cannot_read_ends_the_program_with_a_sentence(tmp_path: Path) -> None:
+def test_invalid_variable_ends_the_program_with_an_error(tmp_path: Path) -> None:
     ended = run("v-half", tmp_path)
     assert ended.returncode != 0
     assert "MEGATRON_VSHAPE='v-half': 'v-half' is no name=value, as in schedule=v-half" in (
@@ -45,7 +45,7 @@ def test_what_it_cannot_read_ends_the_program_with_a_sentence(tmp_path: Path) ->
     )
 
 
-def test_options_have_the_types_that_register_wants() -> None:
+def test_options_have_the_types_of_register() -> None:
     text = "schedule=auto, layer_split=1,2,2,1,timeout_seconds=90,profile_steps=4:6"
     text += ",host_memory_limit_gib=100,vocab_parallel=False"
     assert options_in(text) == {
@@ -61,6 +61,6 @@ def test_options_have_the_types_that_register_wants() -> None:
 @pytest.mark.parametrize(
     "text", ["timeout_seconds=soon", "profile_steps=4", "memory_limit_gib=", "vocab_parallel=yes"]
 )
-def test_values_that_are_none(text: str) -> None:
+def test_invalid_values_raise_an_error(text: str) -> None:
     with pytest.raises(ValueError, match=f"MEGATRON_VSHAPE='{text}': "):
         options_in(text)

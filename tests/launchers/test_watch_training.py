@@ -1,4 +1,4 @@
-"""What train.sh shows of a run, and what it keeps in the log."""
+"""The output of train.sh during a run, and the content of its log."""
 
 import subprocess
 import sys
@@ -51,7 +51,7 @@ def watch(folder: Path, text: str, status: int = 0, *options: str) -> subprocess
     )
 
 
-def test_a_run_in_some_lines(tmp_path: Path) -> None:
+def test_output_is_a_short_summary(tmp_path: Path) -> None:
     ran = watch(tmp_path, RUN)
     versions, _, shown = ran.stdout.partition("\n")
     assert versions.startswith("python 3.")
@@ -60,11 +60,11 @@ def test_a_run_in_some_lines(tmp_path: Path) -> None:
     assert (tmp_path / "runs/log.txt").read_text() == RUN
 
 
-def test_all_of_it(tmp_path: Path) -> None:
+def test_verbose_prints_the_complete_log(tmp_path: Path) -> None:
     assert watch(tmp_path, RUN, 0, "--verbose").stdout.partition("\n")[2] == RUN
 
 
-def test_the_last_lines_of_a_run_that_failed(tmp_path: Path) -> None:
+def test_failed_run_prints_the_last_lines_of_its_log(tmp_path: Path) -> None:
     ran = watch(tmp_path, "".join(f"line {number}\n" for number in range(100)), 3)
     assert ran.returncode == 3
     assert ran.stderr.splitlines() == [
@@ -73,7 +73,7 @@ def test_the_last_lines_of_a_run_that_failed(tmp_path: Path) -> None:
     ]
 
 
-def test_why_a_run_was_refused(tmp_path: Path) -> None:
+def test_rejected_run_prints_the_reason(tmp_path: Path) -> None:
     ran = watch(tmp_path, "[rank0]: megatron-vshape: nothing fits\nTraceback ...\n", 1)
     assert ran.returncode == 1
     assert ran.stdout.splitlines()[1:] == ["megatron-vshape: nothing fits"]

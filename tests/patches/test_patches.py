@@ -1,4 +1,4 @@
-"""The patches for Megatron-LM checkouts: what they are, how they are applied, that they train."""
+"""The patches for Megatron-LM checkouts: contents, application, and training."""
 
 import hashlib
 import os
@@ -41,7 +41,7 @@ def apply(*arguments: str, patches: Path = PATCHES) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-def test_the_table_has_every_patch_with_its_commit_and_sums() -> None:
+def test_table_lists_every_patch_with_commit_and_checksums() -> None:
     assert {row.patch for row in rows()} == {path.name for path in PATCHES.glob("*.patch")}
     for row in rows():
         assert row.patch == f"megatron-lm-{row.tag.removeprefix('core_v')}.patch"
@@ -51,7 +51,7 @@ def test_the_table_has_every_patch_with_its_commit_and_sums() -> None:
         assert row.released != row.patched
 
 
-def test_the_command_by_hand_is_called_from_here(tmp_path: Path) -> None:
+def test_manual_command_works_from_the_repository(tmp_path: Path) -> None:
     scripts = [tmp_path / f"pretrain_{model}.py" for model in ("gpt", "hybrid")]
     for script in scripts:
         script.write_text("pass\n" * 400)
@@ -64,7 +64,7 @@ def test_the_command_by_hand_is_called_from_here(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.tag} {row.file}")
-def test_a_patch_adds_a_few_lines_and_has_no_context(row: Row) -> None:
+def test_patch_adds_a_few_lines_without_context(row: Row) -> None:
     _, *files = (PATCHES / row.patch).read_text().split("diff --git ")
     (file_diff,) = (part for part in files if part.startswith(f"a/{row.file} "))
     lines = f"diff --git {file_diff}".splitlines()
@@ -101,12 +101,12 @@ def made_up(tmp_path: Path) -> tuple[Path, Path]:
     for old, text in ((row.released, released), (row.patched, patched)):
         readme = readme.replace(old, hashlib.sha256(text.encode()).hexdigest())
     (patches / "README.md").write_text(readme)
-    # A checkout without .git inside a repository is what git apply would silently skip.
+    # `git apply` would silently skip a checkout without .git inside a repository.
     subprocess.run(["git", "init", "-q", str(checkout.parent)], check=True)
     return patches, checkout
 
 
-def test_applying_twice_is_once_and_reversing_undoes_it(made_up: tuple[Path, Path]) -> None:
+def test_apply_is_idempotent_and_reversible(made_up: tuple[Path, Path]) -> None:
     patches, checkout = made_up
     file = checkout / rows()[0].file
     released = file.read_text()
@@ -123,7 +123,7 @@ def test_applying_twice_is_once_and_reversing_undoes_it(made_up: tuple[Path, Pat
     assert file.read_text() == released
 
 
-def test_a_file_that_differs_is_left_alone_and_told_in_one_sentence(
+def test_modified_file_is_unchanged_with_a_one_line_error(
     made_up: tuple[Path, Path],
 ) -> None:
     patches, checkout = made_up
@@ -142,7 +142,7 @@ def test_a_file_that_differs_is_left_alone_and_told_in_one_sentence(
 @pytest.mark.parametrize(
     ("arguments", "text"), [((), "usage: "), (("/nowhere/at/all",), "is not a directory")]
 )
-def test_what_is_no_checkout(arguments: tuple[str, ...], text: str) -> None:
+def test_path_without_a_checkout_is_rejected(arguments: tuple[str, ...], text: str) -> None:
     said = apply(*arguments)
     assert said.returncode == 1
     assert text in said.stderr
@@ -182,7 +182,7 @@ def train(*script: str) -> list[str]:
     return values
 
 
-def test_a_checkout_trains_patched_and_through_the_launcher(checkout: Path, tmp_path: Path) -> None:
+def test_checkout_trains_patched_and_through_the_launcher(checkout: Path, tmp_path: Path) -> None:
     copy = tmp_path / "Megatron-LM"
     shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git", "tests", "docs"))
     script = copy / "pretrain_gpt.py"

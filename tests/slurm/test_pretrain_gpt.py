@@ -35,7 +35,7 @@ def environment(**over: str) -> dict[str, str]:
 
 
 def dry_run(name: str, *flags: str, **over: str) -> list[list[str]]:
-    """Return the commands that would run, taken apart."""
+    """Return the commands of a dry run as lists of words."""
     process = subprocess.run(
         ["bash", str(SCRIPT), model(name), *flags],
         capture_output=True,
@@ -44,12 +44,12 @@ def dry_run(name: str, *flags: str, **over: str) -> list[list[str]]:
         env=environment(DRY_RUN="1", NODES=str(MODELS[name][0]), **over),
     )
     assert process.returncode == 0, process.stderr
-    # $'...' is bash's, not shlex's; a newline is all that it stands for here.
+    # $'...' is syntax of bash, not of shlex; here it always means a newline.
     text = re.sub(r"\$'(.*?)(?<!\\)'", lambda match: shlex.quote(match[1]), process.stdout)
     return [shlex.split(line) for line in text.splitlines() if not line.startswith("#")]
 
 
-def test_bash_and_shellcheck_accept_it() -> None:
+def test_bash_and_shellcheck_accept_the_script() -> None:
     subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
@@ -58,7 +58,7 @@ def test_bash_and_shellcheck_accept_it() -> None:
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_the_dry_run_shows_every_command(name: str) -> None:
+def test_dry_run_prints_every_command(name: str) -> None:
     nodes, layers = MODELS[name]
     folder, step, cancel, requeue = dry_run(name, "--seq-length", "2048")
     assert folder == ["mkdir", "-p", f"runs/gpt_{name}"]
@@ -68,19 +68,19 @@ def test_the_dry_run_shows_every_command(name: str) -> None:
     assert values["--num-layers"] == str(layers)
     assert values["--pipeline-model-parallel-size"] == str(8 * nodes)
     assert values["--save"] == values["--load"] == f"runs/gpt_{name}/checkpoints"
-    assert step[-2:] == ["--seq-length", "2048"]  # what the user adds comes last
+    assert step[-2:] == ["--seq-length", "2048"]  # arguments of the user come last
     assert cancel == ["scancel", "--signal=USR1", "JOB.0"]
     assert requeue == ["scontrol", "requeue", "JOB"]
 
 
-def test_data_of_ones_own_replaces_made_up_data() -> None:
+def test_user_data_replaces_mock_data() -> None:
     step = dry_run("9_6b", "--data-path", "x")[1]
     assert "--mock-data" not in step
     assert "NullTokenizer" not in step
 
 
 @pytest.mark.parametrize("package", [None, "apex", "transformer_engine"])
-def test_no_optimizer_that_cannot_be_loaded_again(tmp_path: Path, package: str | None) -> None:
+def test_distributed_optimizer_requires_a_fused_adam(tmp_path: Path, package: str | None) -> None:
     if package is None and any(map(importlib.util.find_spec, ("apex", "transformer_engine"))):
         pytest.skip("apex or transformer_engine is installed")
     (tmp_path / f"{package}.py").touch()
@@ -120,7 +120,7 @@ FAKES = {
     '"show job") echo "JobId=42 JobState=STATE Reason=None";;\n*) echo "$@" >> scontrol.log\nesac',
     # USR1 to all processes of the step, torchrun and ranks among them.
     "scancel": 'echo "$@" >> scancel.log\npkill -USR1 -g "$(cat step.pid)"',
-    # torchrun, which starts a rank in a session of its own; its other calls are Python's.
+    # torchrun, which starts a rank in a separate session; its other calls are calls of Python.
     "python": (
         'if [ "$1" != -m ]; then exec REAL "$@"; fi\n'
         'echo "$@" > torchrun.log\nsetsid bash -c \''
@@ -139,7 +139,7 @@ FAKES = {
         (signal.SIGTERM, "CANCELLED"),
     ],
 )
-def test_preempted_it_saves_and_goes_back_into_the_queue(
+def test_preempted_job_saves_and_requeues(
     tmp_path: Path, number: signal.Signals, state: str
 ) -> None:
     """Cancelled, it saves and does not."""
