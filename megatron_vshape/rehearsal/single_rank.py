@@ -50,7 +50,7 @@ def run_alone() -> None:
     replaced = configure
     replaced._messages_are_kernels = lambda: True  # programs as with NCCL, for any backend
     replaced = p2p
-    replaced._WaitedSends = lambda timeout_s, tell: _sends_until_waited_for(tell)
+    replaced._WaitedSends = lambda timeout_s, tell, group_of: _sends_until_waited_for(tell)
     replaced = one_planner.RankZeroPlanner
     replaced.__call__ = lambda self, plan: plan()  # there is no rank 0 that plans for all
     replaced = device_collectives.DeviceCollectives
