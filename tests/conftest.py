@@ -151,29 +151,32 @@ SLOW = {
         "test_failed_step_leaves_no_state_and_the_retry_is_equal": ["v-half"],
     },
     "mcore/test_split_local.py": {
-        "test_gradients_equal_upstreams": ["True"],
-        "test_a_sum_over_ranks_runs_under_a_job_of_an_earlier_b": ["False"],
-        "test_autocast_is_that_of_the_forward": ["dtype0"],
+        "test_split_gradients_equal_megatron": ["True"],
+        "test_all_reduce_overlaps_with_deferred_wgrad": ["False"],
+        "test_wgrad_uses_autocast_of_the_forward": ["dtype0"],
     },
     "mcore/test_split_models.py": {
         "test_gradients_equal_1f1b": ["shared experts"],
     },
     "mcore/test_training.py": {
-        "test_six_steps_equal_megatrons_1f1b": [
+        "test_six_steps_equal_1f1b": [
             "v-min-untied",
             "v-half-tied",
             "v-zb-untied",
             "v-min-tied",
             "v-zb-tied",
         ],
-        "test_megatrons_options_change_nothing": ["tied, data-parallel, overlap", "recompute"],
-        "test_a_schedule_file_may_place_stages_anywhere": [
+        "test_training_equals_1f1b_with_megatron_options": [
+            "tied, data-parallel, overlap",
+            "recompute",
+        ],
+        "test_schedule_file_with_any_placement_equals_1f1b": [
             "loss on an inner rank",
             "linear, tied",
             "ends on one rank",
             "looping, tied",
         ],
-        "test_every_schedule_of_the_catalogue_trains": [
+        "test_every_named_schedule_equals_1f1b": [
             "gpipe",
             "eager-1f1b",
             "zb-h2",
@@ -182,23 +185,25 @@ SLOW = {
     },
     "mcore/test_translated_training.py": {
         "test_training_equals_one_rank": ["counted ends"],
-        "test_a_first_chunk_stepped_first": ["v-half"],
+        "test_early_optimizer_step_of_the_first_chunk": ["v-half"],
     },
     "mcore/test_unlike.py": {
-        "test_ranks_of_a_stage_take_the_same_places": ["TP", "EP"],
+        "test_ranks_of_a_stage_use_the_same_order": ["TP", "EP"],
     },
     "mcore/test_vocabulary.py": {
-        "test_training_equals_megatrons_1f1b": [
+        "test_training_equals_1f1b": [
             "v-zb, tied",
             "v-half, per-token loss, learned positions",
             "zb-h1, tied",
         ],
-        "test_a_library": ["bridge"],
-        "test_16_bits": ["--bf16"],
-        "test_beside_other_parallelism": ["DP, distributed optimizer, overlaps"],
+        "test_library_training_equals_its_1f1b": ["bridge"],
+        "test_training_in_16_bits": ["--bf16"],
+        "test_vocabulary_parallelism_with_other_parallelism": [
+            "DP, distributed optimizer, overlaps"
+        ],
     },
     "mcore/test_whole.py": {
-        "test_every_backward_is_whole": ["v-min", "v-zb"],
+        "test_schedules_with_full_backwards_are_valid": ["v-min", "v-zb"],
     },
     "rehearsal/test_saved_config.py": {
         "test_a_saved_run_takes_the_bytes_of_the_same_flags": ["transformer_engine"],

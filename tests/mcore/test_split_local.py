@@ -10,13 +10,13 @@ import pytest
 import torch
 from runtime.ranks import run_ranks
 
-SIZE, TOKENS = 4, 6  # of the sequence, before it is divided
+SIZE, TOKENS = 4, 6  # of the full sequence
 
 
 def note_calls(module: Any, product: str) -> list[str]:
-    """Return where every later gather, and call of the module's `product`, of this rank is noted.
+    """Record later gathers and calls of the module's `product` on this rank, and return the list.
 
-    A gather has ended when it has been started: nothing may stand in the way of its result.
+    A gather completes when it starts, so overwriting its result at once is detected.
     """
     import torch.distributed as dist
 
@@ -39,7 +39,7 @@ def note_calls(module: Any, product: str) -> list[str]:
 
 
 def note_sums(layers: Any, calls: list[str]) -> None:
-    """Note the sums over ranks that this rank starts in its backwards, and the waits for them."""
+    """Record the all-reduces that this rank starts in its backwards, and their waits."""
     import torch.distributed as dist
 
     def noted(start: Any) -> Any:
@@ -55,7 +55,7 @@ def note_sums(layers: Any, calls: list[str]) -> None:
 
 
 def options_for(function: Any, **changed: Any) -> tuple[Any, ...]:
-    """Return what follows input and weight in a call of this Megatron's Function."""
+    """Return the arguments after input and weight of Function in this Megatron version."""
     arguments = {
         "bias": None,
         "gradient_accumulation_fusion": False,
@@ -74,10 +74,10 @@ def options_for(function: Any, **changed: Any) -> tuple[Any, ...]:
 def two_layers(
     rank: int, sequence_parallel: bool, split: bool, overlaps_jobs: bool = False
 ) -> tuple[list[list[float]], int, list[str]]:
-    """Return gradients of two column-parallel layers, how many numbers the jobs kept, and calls.
+    """Return gradients, retained elements and recorded calls of two column-parallel layers.
 
-    Both gather into the same global buffer in F, so a job that kept it would see the other's input.
-    With `beside` the second B runs the jobs of the first.
+    Both gather into the same global buffer in F, so a job that retained the buffer would read the
+    other layer's input. With `beside`, the second B runs the jobs of the first.
     """
     from megatron_vshape.mcore import cpu
 
@@ -130,12 +130,12 @@ def two_layers(
 
 @functools.cache
 def of_two_layers(*args: bool) -> Any:
-    """Return what `two_layers` finds on two ranks, each of which imports Megatron for it."""
+    """Run `two_layers` on two ranks, which import Megatron separately."""
     return run_ranks(2, two_layers, *args)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_gradients_equal_upstreams(sequence_parallel: bool) -> None:
+def test_split_gradients_equal_megatron(sequence_parallel: bool) -> None:
     full_results = of_two_layers(sequence_parallel, False)
     split_results = of_two_layers(sequence_parallel, True)
     for (full_gradients, full_retained, _), (split_gradients, retained_elements, calls) in zip(
@@ -144,30 +144,30 @@ def test_gradients_equal_upstreams(sequence_parallel: bool) -> None:
         assert full_retained == 0
         for expected, gradient in zip(full_gradients, split_gradients, strict=True):
             assert gradient == pytest.approx(expected, rel=1e-5, abs=1e-5)
-        # Of each input its part, of each output gradient all; the gathered buffer is not kept.
+        # Jobs retain local inputs and full output gradients, but not the gathered buffer.
         input_rows = TOKENS // 2 if sequence_parallel else TOKENS
         assert retained_elements == 2 * 2 * SIZE * (input_rows + TOKENS)
-        # The second gather of a W runs under the first product, and must not overwrite its input.
+        # The second gather of a W overlaps with the first product and must not overwrite its input.
         gathers = ["gather", "gather"] if sequence_parallel else []
         backwards = ["sum", "wait"] * 4
         assert calls == [*backwards, *[*gathers, "product", "product"] * 2]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_sum_over_ranks_runs_under_a_job_of_an_earlier_b(sequence_parallel: bool) -> None:
+def test_all_reduce_overlaps_with_deferred_wgrad(sequence_parallel: bool) -> None:
     apart = of_two_layers(sequence_parallel, True)
     together = of_two_layers(sequence_parallel, True, True)
     for (expected, _, _), (gradients, _, calls) in zip(apart, together, strict=True):
-        assert gradients == expected  # to the last bit
+        assert gradients == expected  # bitwise
         gather = ["gather"] if sequence_parallel else []
         first = ["sum", "wait", "sum", "wait"]
-        # The gather of the second job must not be in the way of the first one's product.
+        # The gather of the second job must not overwrite the input of the first job's product.
         second = [*gather, "sum", "product", *gather, "wait", "sum", "product", "wait"]
         assert calls == [*first, *second, *gather * 2, "product", "product"]
 
 
 def row_parallel_layer(rank: int, split: bool) -> tuple[list[list[float]], list[int]]:
-    """Return gradients, and the sizes of what the job kept, of a layer with a scattered output."""
+    """Return the gradients and the retained elements of a layer with a scattered output."""
     from megatron_vshape.mcore import cpu
 
     cpu.install()
@@ -220,7 +220,7 @@ def row_parallel_layer(rank: int, split: bool) -> tuple[list[list[float]], list[
     ]
 
 
-def test_a_scattered_output_keeps_its_part_only() -> None:
+def test_scattered_output_retains_only_the_local_part() -> None:
     full_results = run_ranks(2, row_parallel_layer, False)
     split_results = run_ranks(2, row_parallel_layer, True)
     for (full_gradients, _), (split_gradients, retained_elements) in zip(
@@ -231,16 +231,16 @@ def test_a_scattered_output_keeps_its_part_only() -> None:
         assert retained_elements == [
             TOKENS * SIZE,
             TOKENS // 2 * 3,
-        ]  # the input, which is a part; the gradient
+        ]  # local input and gradient
 
 
 def widened(input: Any, weight: Any, bias: None, output_dtype: Any) -> Any:
-    """Return what Transformer Engine's product gives in another dtype than its inputs'."""
+    """Return a product with an output dtype, like Transformer Engine's."""
     return input.matmul(weight.t()).to(output_dtype)
 
 
 class WiderOutput(torch.autograd.Function):
-    """What Megatron's Function is from 0.20 on, of a layer without parallelism."""
+    """Megatron's Function from 0.20 on, for a layer without parallelism."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cuda")
@@ -267,9 +267,7 @@ class WiderOutput(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("is_megatrons", [False, True])
-def test_the_output_may_have_another_dtype(
-    is_megatrons: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_with_another_dtype(is_megatrons: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("megatron.core")
     from megatron.core.tensor_parallel import layers
 
@@ -303,7 +301,7 @@ def test_the_output_may_have_another_dtype(
 
 
 def under_autocast(rank: int, dtype: torch.dtype, split: bool) -> list[list[float]]:
-    """Return the gradients of an fp32 layer whose forward ran under autocast, of a CPU's."""
+    """Return the gradients of an fp32 layer whose forward ran under CPU autocast."""
     from megatron_vshape.mcore import cpu
 
     cpu.install()
@@ -337,12 +335,12 @@ def under_autocast(rank: int, dtype: torch.dtype, split: bool) -> list[list[floa
 
 
 def inner(function: Any) -> Any:
-    """Return what autocast's decorators have been put around."""
+    """Return the function inside autocast's decorators."""
     return inspect.unwrap(function)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_is_that_of_the_forward(dtype: torch.dtype) -> None:
+def test_wgrad_uses_autocast_of_the_forward(dtype: torch.dtype) -> None:
     full_gradients, split_gradients = (
         run_ranks(1, under_autocast, dtype, is_split) for is_split in (False, True)
     )
@@ -350,7 +348,7 @@ def test_autocast_is_that_of_the_forward(dtype: torch.dtype) -> None:
 
 
 def kernels_called(rank: int) -> tuple[list[str], list[list[float]]]:
-    """Return what a whole backward and a split one call where apex is installed, on a GPU."""
+    """Return the kernels that full and split backwards call with apex on a GPU."""
     import sys
     from types import ModuleType
 
@@ -397,7 +395,7 @@ def kernels_called(rank: int) -> tuple[list[str], list[list[float]]]:
     return called, sums
 
 
-def test_the_same_kernel_adds_whichever_backward_runs() -> None:
+def test_split_and_full_backward_use_the_same_kernels() -> None:
     ((called, (full_kernels, split_kernels)),) = run_ranks(1, kernels_called)
     assert called == ["apex", "apex"]
     assert split_kernels == full_kernels
@@ -406,13 +404,13 @@ def test_the_same_kernel_adds_whichever_backward_runs() -> None:
 WHOLE = {
     (True, True): (False, True, TOKENS * SIZE * SIZE),
     (False, True): (True, True, TOKENS * SIZE * SIZE),
-    (True, False): (True, False, 0.0),  # which DDP adds to the sum
+    (True, False): (True, False, 0.0),  # DDP adds the gradient
 }
-"""Of a whole backward that runs in a pass, and fused: what `whole_in_a_pass` finds."""
+"""By (runs in a pass, is fused): the expected result of `whole_in_a_pass`."""
 
 
 def whole_in_a_pass(rank: int) -> dict[tuple[bool, bool], tuple[bool, bool, float]]:
-    """Return whether a whole backward leaves a gradient, the mark that DDP reads, and the sum."""
+    """Return whether full backwards leave a gradient, DDP's mark, and the main_grad sum."""
     from megatron_vshape.mcore import cpu
 
     cpu.install()
@@ -440,6 +438,6 @@ def whole_in_a_pass(rank: int) -> dict[tuple[bool, bool], tuple[bool, bool, floa
     return results
 
 
-def test_a_whole_backward_of_a_pass_leaves_no_dummy_gradient() -> None:
-    """Of an output layer's size Transformer Engine would keep it for good; the sum is the same."""
+def test_full_backward_in_a_pass_leaves_no_dummy_gradient() -> None:
+    """Transformer Engine would cache a dummy of the output layer's size; main_grad is equal."""
     assert run_ranks(1, whole_in_a_pass) == [WHOLE]

@@ -1,4 +1,4 @@
-"""Shared experts, multi-latent attention: the gradients of Megatron's own 1F1B."""
+"""Shared experts and multi-latent attention: gradients equal Megatron's 1F1B."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +41,7 @@ LATENT = (
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["v-half", "v-zb --pipeline-slices 4"])
 @pytest.mark.parametrize("rope", ["rope", "yarn"])
-def test_multi_latent_attention(farm: Farm, schedule: str, rope: str) -> None:
+def test_multi_latent_attention_equals_1f1b(farm: Farm, schedule: str, rope: str) -> None:
     plugin = Path(__file__).with_name("latent_attention.py")
     flags = (*LATENT.split(), UNTIED, "--clip-grad", "0", "--train-iters", "2", "--rope-type", rope)
     megatron_run = farm.run(4, "--pipeline-schedule", "1f1b", *flags, plugin=plugin).check()
@@ -53,6 +53,6 @@ def test_multi_latent_attention(farm: Farm, schedule: str, rope: str) -> None:
     assert expected.keys() == actual.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(actual[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
-    if "slices" not in schedule:  # which add up in another order
+    if "slices" not in schedule:  # slices add gradients in another order
         assert package_run.record["losses"] == megatron_run.record["losses"]
-    assert "stay in B, because" not in package_run.output[0]  # all its products are put off
+    assert "stay in B, because" not in package_run.output[0]  # all weight gradients are deferred

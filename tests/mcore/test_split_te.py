@@ -64,7 +64,7 @@ def call(layer: fake_te.TeLayer, x: Tensor) -> Tensor:
 
 
 class FakeDdp:
-    """Adds gradients to main_grad in the hooks Megatron's DDP sets, when they are in .grad."""
+    """Adds .grad to main_grad in hooks, like Megatron's DDP."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._keep = []
@@ -128,7 +128,7 @@ CASES = [
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize("bias", ["", "bias", "returned bias"])
 @pytest.mark.parametrize(("kind", "accumulation"), CASES)
-def test_gradients_equal_whole_backwards(
+def test_split_gradients_equal_full_backward(
     kind: str, bias: str, accumulation: str, order: str
 ) -> None:
     options = {
@@ -149,7 +149,7 @@ def test_gradients_equal_whole_backwards(
     assert full_gradients.keys() == split_gradients.keys()
     for name in full_gradients:
         if accumulation == "fused" and "bias" in name:
-            continue  # without DDP, TE's bias gradients are in .grad and nobody adds them up
+            continue  # without DDP, TE's bias gradients stay in .grad
         torch.testing.assert_close(
             split_gradients[name], full_gradients[name], rtol=1e-5, atol=1e-5
         )
@@ -177,7 +177,7 @@ def test_recompute(kind: str, fused: bool, reentrant: bool) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", ["linear", "mlp", "grouped"])
-def test_bf16_sums_in_main_grad(kind: str, fused: bool) -> None:
+def test_bf16_gradients_accumulate_in_main_grad(kind: str, fused: bool) -> None:
     full_gradients, split_gradients = (
         run(
             LAYERS[kind](bias=True, dtype=torch.bfloat16, fused=fused), order, True, install=install
@@ -191,7 +191,7 @@ def test_bf16_sums_in_main_grad(kind: str, fused: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_a_job_keeps_the_very_tensors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_retains_tensors_without_a_copy(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     state, layer = a_state(), LAYERS[kind]()
     te_layers.install(state, [layer])
     handed, tracked = [], []
@@ -209,7 +209,9 @@ def test_a_job_keeps_the_very_tensors(kind: str, monkeypatch: pytest.MonkeyPatch
     references = [weakref.ref(tensor) for tensor in tracked]
     handed.clear()
     tracked.clear()
-    assert all(reference() is not None for reference in references)  # the job holds them, no copy
+    assert all(
+        reference() is not None for reference in references
+    )  # the job retains them without a copy
     state.jobs.run(0)
     assert [reference for reference in references if reference() is not None] == []
 
@@ -224,7 +226,7 @@ def test_unfused_grouped_layers_return_no_gradient_from_b() -> None:
     assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
 
 
-def test_without_a_schedule_te_computes_as_ever() -> None:
+def test_te_is_unchanged_without_a_schedule() -> None:
     state, layer = StepState(), LAYERS["linear"]()
     te_layers.install(state, [layer])
     call(layer, torch.randn(TOKENS, SIZE)).sum().backward()
@@ -232,7 +234,7 @@ def test_without_a_schedule_te_computes_as_ever() -> None:
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_forward_hears_of_the_first_microbatch_and_backward_does_not(by_name: bool) -> None:
+def test_only_the_forward_receives_is_first_microbatch(by_name: bool) -> None:
     """TE casts FP8 weights in the forward, and would overwrite main_grad in the backward."""
     heard: list[bool | None] = []
 
@@ -248,13 +250,13 @@ def test_forward_hears_of_the_first_microbatch_and_backward_does_not(by_name: bo
         options = {"is_first_microbatch": first} if by_name else {}
         saved.append(layer(torch.ones(2), *([] if by_name else [first]), **options)[1])
     assert heard == [True, False, None]
-    assert not saved[0]  # which the backward reads
+    assert not saved[0]  # read by the backward
     assert saved[1:] == [False, None]
 
 
 @pytest.mark.parametrize("kind", ["linear", "mlp", "grouped"])
-def test_a_layer_that_stays_whole_accumulates_in_any_order(kind: str) -> None:
-    """It has no store of ours, as with userbuffers; nor does a layer that CUDA graphs cover."""
+def test_unsplit_layer_accumulates_in_any_order(kind: str) -> None:
+    """The layer has no store of this package, as with userbuffers or CUDA graphs."""
     results = []
     for order in (WHOLE, ORDERS["slices"]):
         layer = LAYERS[kind](bias=False, fused=True)
@@ -267,7 +269,7 @@ def test_a_layer_that_stays_whole_accumulates_in_any_order(kind: str) -> None:
 
 class Renamed(fake_te.WeightGradStore):
     def put(self, tensors: list[Any], gemm: Any) -> None:
-        """Take other parameters than TE's."""
+        """Have other parameters than TE's."""
 
 
 class Without(fake_te.WeightGradStore):
@@ -281,14 +283,14 @@ class Without(fake_te.WeightGradStore):
         (Without(), r"Without has no pop\(\)"),
     ],
 )
-def test_an_unknown_protocol_is_refused(store: Any, text: str) -> None:
+def test_unknown_store_protocol_is_rejected(store: Any, text: str) -> None:
     layer = LAYERS["linear"]()
     layer.wgrad_store = store
     with pytest.raises(te_layers.StoreError, match=text):
         te_layers.install(a_state(), [layer])
 
 
-def test_installing_twice_is_allowed_and_backward_dw_is_not() -> None:
+def test_repeated_install_works_and_backward_dw_is_rejected() -> None:
     layer = LAYERS["linear"]()
     for _ in range(2):
         assert te_layers.install(a_state(), [layer]) == 1
@@ -297,7 +299,7 @@ def test_installing_twice_is_allowed_and_backward_dw_is_not() -> None:
         layer.wgrad_store.pop()
 
 
-def test_unknown_layers_stay_whole() -> None:
+def test_unknown_layers_are_not_split() -> None:
     strange = nn.Module()
     strange.wgrad_store = fake_te.WeightGradStore()
     nameless = LAYERS["linear"]()
@@ -308,8 +310,8 @@ def test_unknown_layers_stay_whole() -> None:
 
 
 @pytest.mark.parametrize("packed", ["weight", "bias"])
-def test_experts_with_one_grouped_parameter_stay_whole(packed: str) -> None:
-    """TE keeps the names of the others, as parameters that are None."""
+def test_experts_with_one_grouped_parameter_are_not_split(packed: str) -> None:
+    """TE registers the other parameter names as None."""
     layer = LAYERS["grouped"](bias=True)
     for number in range(len(SPLITS)):
         layer.register_parameter(f"{packed}{number}", None)
@@ -317,14 +319,14 @@ def test_experts_with_one_grouped_parameter_stay_whole(packed: str) -> None:
     assert "one grouped tensor" in (te_layers.why_unsplit(layer) or "")
 
 
-def test_an_mlp_with_other_functions_is_refused() -> None:
+def test_mlp_with_unknown_functions_is_rejected() -> None:
     layer = LAYERS["mlp"]()
     te_layers.install(a_state(), [layer])
     with pytest.raises(te_layers.StoreError, match="neither its fc1_wgrad_gemm"):
         layer.wgrad_store.put([], len)
 
 
-def test_a_quantized_gathered_tensor_is_kept_with_a_warning(
+def test_retained_quantized_gathered_tensor_logs_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     layer = LAYERS["linear"](bias=False)
@@ -343,7 +345,7 @@ def test_a_quantized_gathered_tensor_is_kept_with_a_warning(
 
 
 class Quantized:
-    """A bare storage of TE: the same numbers by rows and by columns, of which a GEMM reads one."""
+    """A storage of TE without autograd: row-wise and column-wise copies; a GEMM reads one."""
 
     def __init__(self, values: Tensor) -> None:
         self.rowwise: Tensor | None = values
@@ -362,7 +364,7 @@ class Quantized:
 
 
 class QuantizedGroup:
-    """A bare grouped storage of TE's, which has no method for it."""
+    """A grouped storage of TE, which has no `update_usage`."""
 
     def __init__(self, values: Tensor) -> None:
         self.rowwise_data: Tensor | None = values
@@ -373,11 +375,11 @@ class QuantizedGroup:
         return self.rowwise_data, self.columnwise_data, self.scale_inv, self.columnwise_scale_inv
 
 
-def test_a_job_keeps_the_column_wise_data_of_a_group_alone() -> None:
+def test_job_retains_only_columnwise_data_of_a_group() -> None:
     state, layer = a_state(), LAYERS["grouped"](bias=False, fused=True)
     te_layers.install(state, [layer])
     x, dy, plain = (QuantizedGroup(torch.randn(TOKENS, SIZE)) for _ in range(3))
-    plain.columnwise_data = None  # TE's group of numbers that are not quantized has one only
+    plain.columnwise_data = None  # TE's unquantized group has only row-wise data
     with state.jobs.collect(0):
         layer.wgrad_store.put([x, dy, []], lambda *tensors: (None, [], None))
     with state.jobs.collect(1):
@@ -390,7 +392,7 @@ def test_a_job_keeps_the_column_wise_data_of_a_group_alone() -> None:
 
 
 class QuantizedTensor(Quantized, Tensor):
-    """One that autograd can hand to several readers."""
+    """A quantized tensor for autograd."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -400,7 +402,7 @@ class QuantizedTensor(Quantized, Tensor):
 
 
 @pytest.mark.parametrize("kind", ["linear", "grouped"])
-def test_a_job_keeps_the_column_wise_data_of_quantized_tensors_alone(kind: str) -> None:
+def test_job_retains_only_columnwise_data_of_quantized_tensors(kind: str) -> None:
     state, layer = a_state(), LAYERS[kind](bias=False)
     te_layers.install(state, [layer])
     retained: list[Tensor] = []
@@ -438,7 +440,7 @@ def test_a_job_keeps_the_column_wise_data_of_quantized_tensors_alone(kind: str) 
 
 
 def sequence_parallel(rank: int, mode: str) -> tuple[list[list[float]], int]:
-    """Return the gradients, and the bytes jobs held, of one of two ranks."""
+    """Return the gradients and the retained elements of the jobs of one of two ranks."""
     state = a_state()
     layer = fake_te.Linear(SIZE, SIZE, bias=False, parallel_mode=mode, group=dist.group.WORLD)
     split = fake_te.Linear(SIZE, SIZE, bias=False, parallel_mode=mode, group=dist.group.WORLD)
@@ -464,19 +466,19 @@ def sequence_parallel(rank: int, mode: str) -> tuple[list[list[float]], int]:
 @pytest.mark.parametrize(
     ("mode", "expected_elements"), [("column", 8 * 6 + 16 * 6), ("row", 8 * 6 + 4 * 6)]
 )
-def test_sequence_parallel_keeps_the_part_and_gathers_in_w(
+def test_sequence_parallel_retains_the_local_part_and_gathers_in_w(
     mode: str, expected_elements: int
 ) -> None:
     results = run_ranks(2, sequence_parallel, mode)
     for (whole_weight, whole_x, split_weight, split_x), _ in results:
         assert split_weight == whole_weight
         assert split_x == whole_x
-    # What TE gathers for the product, the input or dy, has twice the rows that are kept.
+    # The gathered input or dy has twice the retained rows.
     assert {retained_elements for _, retained_elements in results} == {expected_elements}
 
 
 def over_userbuffers(rank: int, split: bool) -> list[list[float]]:
-    """Return the gradients of layers that gather into one buffer, three microbatches of them."""
+    """Return the gradients of three microbatches for layers that gather into one buffer."""
     state, buffer = a_state(), torch.empty(4 * TOKENS * SIZE)
     modes = ("column", "row", "column", "row")
     layers = [
@@ -501,14 +503,14 @@ def over_userbuffers(rank: int, split: bool) -> list[list[float]]:
             continue
         with state.jobs.collect(microbatch):
             y.square().sum().backward()
-        buffer.fill_(torch.nan)  # another layer's exchange
+        buffer.fill_(torch.nan)  # communication of another layer
     for microbatch in range(3 * split):
         state.jobs.run(microbatch)
     grads = [tensor.weight_0.grad for tensor in layers] + [tensor.grad for tensor in inputs]
     return [tensor.flatten().tolist() for tensor in grads]
 
 
-def test_no_job_keeps_a_view_of_a_userbuffer() -> None:
+def test_jobs_do_not_retain_userbuffer_views() -> None:
     full_gradients, split_gradients = (
         run_ranks(2, over_userbuffers, is_split) for is_split in (False, True)
     )
@@ -516,7 +518,7 @@ def test_no_job_keeps_a_view_of_a_userbuffer() -> None:
 
 
 class OneBuffer(torch.autograd.Function):
-    """Returns its input, and a gradient in the one buffer that a dispatcher has for all layers."""
+    """Identity whose gradient is in a buffer shared by all layers, like a dispatcher's."""
 
     buffer = torch.empty(TOKENS, SIZE)
 
@@ -530,7 +532,7 @@ class OneBuffer(torch.autograd.Function):
 
 
 class FusedExperts(nn.Module):
-    """Makes its operations in its first F, as Megatron's does; the dispatcher is around them."""
+    """Builds its operations in its first F, like Megatron's, inside a dispatcher."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -551,8 +553,8 @@ class FusedExperts(nn.Module):
         return OneBuffer.apply(self._fused_ops(OneBuffer.apply(x)))
 
 
-def test_no_job_keeps_a_buffer_of_the_dispatchers() -> None:
-    """Zero-copy exchanges bring the gradient of every fused layer of experts in the same memory."""
+def test_jobs_do_not_retain_dispatcher_buffers() -> None:
+    """Zero-copy dispatchers return the gradients of all fused expert layers in one buffer."""
     gradients = []
     for split in (False, True):
         state, layers = a_state(), [FusedExperts(), FusedExperts()]
@@ -581,7 +583,7 @@ def test_no_job_keeps_a_buffer_of_the_dispatchers() -> None:
         ({"ub_overlap_rs_dgrad": True}, "hybrid", None),
     ],
 )
-def test_what_userbuffers_keep_in_b(
+def test_userbuffer_options_that_prevent_the_split(
     switches: dict[str, bool], fp8: str | None, reason: str | None
 ) -> None:
     layer: Any = LAYERS["linear"]()
@@ -594,7 +596,7 @@ def test_what_userbuffers_keep_in_b(
 
 
 def two_gathering_layers(rank: int, split: bool) -> tuple[list[list[float]], list[str]]:
-    """Return the gradients of a column- and a row-parallel layer, and what their jobs called."""
+    """Return the gradients of a column- and a row-parallel layer, and the calls of their jobs."""
     state, group = a_state(), dist.group.WORLD
     layers = [
         fake_te.Linear(SIZE, SIZE, bias=False, parallel_mode=mode, group=group)
@@ -613,7 +615,7 @@ def two_gathering_layers(rank: int, split: bool) -> tuple[list[list[float]], lis
     return [layer.weight_0.grad.flatten().tolist() for layer in layers], calls
 
 
-def test_the_next_gather_of_a_w_runs_under_the_product_before_it() -> None:
+def test_next_gather_of_w_overlaps_with_the_previous_product() -> None:
     full_results, split_results = (
         run_ranks(2, two_gathering_layers, is_split) for is_split in (False, True)
     )

@@ -1,4 +1,4 @@
-"""A rank that hangs in a pass: its peers say what they wait for, and the run ends."""
+"""A rank hangs in a pass: its peers report their pending receive and the run ends."""
 
 import re
 

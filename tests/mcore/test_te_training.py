@@ -1,6 +1,6 @@
-"""Megatron's trainer on Transformer Engine's own Python: its layer spec, DDP and our hooks.
+"""Megatron's trainer on Transformer Engine's Python code: its layer spec, DDP and our hooks.
 
-The compiled extension is torch (te_on_cpu); everything else that trains is what trains on a GPU.
+torch replaces the compiled extension (te_on_cpu); all other code is the same as on a GPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -61,7 +61,7 @@ Train = Callable[..., Ended]
 def train(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Train]:
-    """Return what trains on four ranks with one version of Transformer Engine."""
+    """Return a function that trains on four ranks with one version of Transformer Engine."""
     farm = Farm(tmp_path_factory.mktemp("te"), transformer_engine=request.param)
     finished: dict[str, Ended] = {}
 
@@ -101,7 +101,7 @@ def test_gradients_equal_1f1b(train: Train, model: str, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("fusion", [UNFUSED, ""], ids=["unfused", "fused"])
-def test_a_bucket_is_reduced_in_the_w_that_completes_it(train: Train, fusion: str) -> None:
+def test_bucket_is_reduced_in_the_w_that_completes_it(train: Train, fusion: str) -> None:
     flags = f"--pipeline-schedule v-half {TWO_BY_TWO} {fusion}"
     overlapping, unoverlapped = train(f"{flags} {OVERLAP}"), train(flags)
     for overlapped_record, unoverlapped_record in zip(
@@ -119,7 +119,7 @@ def test_a_bucket_is_reduced_in_the_w_that_completes_it(train: Train, fusion: st
     assert {where for _, where, _ in unoverlapped.records[0]["reductions"]} == {None}
 
 
-def test_te_s_adam_and_a_sharded_optimizer_in_bf16(train: Train) -> None:
+def test_te_adam_and_distributed_optimizer_in_bf16(train: Train) -> None:
     flags = f"{TWO_BY_TWO} --bf16 {SHARDED}"
     package_run, megatron_run = (
         train(f"--pipeline-schedule {schedule} {flags}") for schedule in ("v-half", "1f1b")
@@ -135,8 +135,8 @@ def test_te_s_adam_and_a_sharded_optimizer_in_bf16(train: Train) -> None:
     "model",
     ["grouped queries", pytest.param("bf16", marks=pytest.mark.slow), "full recompute"],
 )
-def test_slices_are_whole_microbatches_to_rounding(train: Train, model: str) -> None:
-    """By the mask that ends at the bottom right; sums of weight gradients are made in parts."""
+def test_slices_equal_unsliced_microbatches_to_rounding(train: Train, model: str) -> None:
+    """Slices use a bottom-right causal mask and add weight gradients in parts."""
     megatron_run = train(f"--pipeline-schedule 1f1b {MODELS[model]} {UNFUSED}")
     package_run = train(f"--pipeline-schedule v-zb --pipeline-slices 4 {MODELS[model]} {UNFUSED}")
     expected, actual = megatron_run.by_place("gradients"), package_run.by_place("gradients")
@@ -152,10 +152,8 @@ def test_slices_are_whole_microbatches_to_rounding(train: Train, model: str) -> 
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("v-half", marks=pytest.mark.slow)])
-def test_slices_add_up_where_layers_hear_of_the_first_microbatch(
-    train: Train, schedule: str
-) -> None:
-    """TE's backward of that microbatch would overwrite main_grad; with slices it is not first."""
+def test_slices_accumulate_with_is_first_microbatch(train: Train, schedule: str) -> None:
+    """TE's backward of the first microbatch would overwrite main_grad in the next slices."""
     fused = f"{MODELS['fused']} {fp8_unquantized.FLAGS}"
     megatron_run = train(f"--pipeline-schedule 1f1b {fused}", plugin=fp8_unquantized.__file__)
     flags = f"--pipeline-schedule {schedule} --pipeline-slices 2 {fused}"

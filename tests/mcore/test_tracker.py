@@ -1,4 +1,4 @@
-"""The file that names the last checkpoint: made good where it was cut off, else left alone."""
+"""The file that names the last checkpoint is repaired if it was truncated."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a folder with whole checkpoints of steps 2 and 10, and one of 12 that was cut off."""
+    """Return a folder with complete checkpoints of steps 2 and 10 and a truncated one of 12."""
     for name in ("iter_0000002", "iter_0000010"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
@@ -26,7 +26,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("content", ["", "\n", "1x", "-", "½"])
-def test_a_tracker_that_was_cut_off_names_the_newest_whole(folder: Path, content: str) -> None:
+def test_truncated_tracker_is_repaired_to_the_newest_complete_checkpoint(
+    folder: Path, content: str
+) -> None:
     (folder / TRACKER).write_text(content)
     repair_tracker(folder / TRACKER)
     assert (folder / TRACKER).read_text() == "10"
@@ -34,13 +36,13 @@ def test_a_tracker_that_was_cut_off_names_the_newest_whole(folder: Path, content
 
 
 @pytest.mark.parametrize("text", ["2", "12\n", "release"])
-def test_a_tracker_that_names_one_is_left_alone(folder: Path, text: str) -> None:
+def test_valid_tracker_is_unchanged(folder: Path, text: str) -> None:
     (folder / TRACKER).write_text(text)
     repair_tracker(folder / TRACKER)
     assert (folder / TRACKER).read_text() == text
 
 
-def test_where_none_is_whole_nothing_is_changed(tmp_path: Path) -> None:
+def test_tracker_is_unchanged_without_a_complete_checkpoint(tmp_path: Path) -> None:
     repair_tracker(tmp_path / TRACKER)
     assert not (tmp_path / TRACKER).exists()
     (tmp_path / TRACKER).write_text("")
@@ -50,7 +52,7 @@ def test_where_none_is_whole_nothing_is_changed(tmp_path: Path) -> None:
     assert newest_whole(tmp_path) is None
 
 
-def test_a_disk_that_is_still_full_is_told(
+def test_full_disk_logs_a_warning(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*args: object, **options: object) -> None:
@@ -64,10 +66,12 @@ def test_a_disk_that_is_still_full_is_told(
 
 
 @pytest.mark.parametrize("is_named", [True, False])
-def test_it_is_made_good_before_any_pipeline_is_known(folder: Path, is_named: bool) -> None:
-    """As with --use-checkpoint-args, which reads it before the arguments are validated.
+def test_tracker_is_repaired_before_the_pipeline_is_configured(
+    folder: Path, is_named: bool
+) -> None:
+    """--use-checkpoint-args reads the file before Megatron validates the arguments.
 
-    Where no schedule is asked for it is Megatron's alone.
+    Without a schedule the file is unchanged.
     """
     (folder / TRACKER).touch()
     session = Session()

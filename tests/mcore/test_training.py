@@ -1,4 +1,4 @@
-"""Training under this package's schedules against Megatron's own 1F1B: the same numbers."""
+"""Training with schedules of this package equals Megatron's 1F1B."""
 
 from collections.abc import Callable
 from inspect import signature
@@ -42,7 +42,7 @@ def assert_equal_training(
     assert relative(losses(package_run), losses(megatron_run)) <= loss
     norms = (package_run.record["grad_norms"], megatron_run.record["grad_norms"])
     assert relative(*norms) <= grad_norm
-    # The norm adds up the stages in another order; weights clipped by it differ in a last bit.
+    # The norm adds stages in another order, so clipped weights can differ in the last bit.
     evaluations = zip(
         package_run.record["evaluations"], megatron_run.record["evaluations"], strict=True
     )
@@ -56,9 +56,7 @@ def assert_equal_training(
 
 @pytest.mark.parametrize("embeddings", [(), (UNTIED,)], ids=["tied", "untied"])
 @pytest.mark.parametrize("schedule", ["v-min", "v-half", "v-zb"])
-def test_six_steps_equal_megatrons_1f1b(
-    train: Train, schedule: str, embeddings: tuple[str, ...]
-) -> None:
+def test_six_steps_equal_1f1b(train: Train, schedule: str, embeddings: tuple[str, ...]) -> None:
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *SIX, *embeddings)
     package_run = train(4, "--pipeline-schedule", schedule, *SIX, *embeddings)
     assert len(losses(package_run)) == 6
@@ -67,7 +65,7 @@ def test_six_steps_equal_megatrons_1f1b(
     assert_equal_training(package_run, megatron_run)
 
 
-def test_losses_are_in_the_log_and_the_schedule_is_told_once(train: Train) -> None:
+def test_log_has_losses_and_one_line_about_the_schedule(train: Train) -> None:
     run = train(4, "--pipeline-schedule", "v-half", *SIX)
     assert run.output[3].count("lm loss: ") == 6
     assert "validation loss at iteration 6" in run.output[3]
@@ -110,7 +108,7 @@ SLOW = {"per-token loss", "learned positions, swiglu", "other evaluation batch"}
         for name, options in OPTIONS.items()
     ],
 )
-def test_megatrons_options_change_nothing(train: Train, options: str) -> None:
+def test_training_equals_1f1b_with_megatron_options(train: Train, options: str) -> None:
     flags = options.split()
     if "tied" not in options and "swiglu" not in options:
         flags.append(UNTIED)
@@ -120,17 +118,24 @@ def test_megatrons_options_change_nothing(train: Train, options: str) -> None:
 
 
 GROWING = (
-    ("--step-batch-size-schedule", "0:4 512:8")  # from so many tokens on, that is 16 samples
+    ("--step-batch-size-schedule", "0:4 512:8")  # from 512 tokens (16 samples) on
     if "step_batch_size_schedule" in signature(init_num_microbatches_calculator).parameters
-    else ("--global-batch-size", "8", "--rampup-batch-size", "4", "4", "16")  # later: ignored
+    else (
+        "--global-batch-size",
+        "8",
+        "--rampup-batch-size",
+        "4",
+        "4",
+        "16",
+    )  # ignored by later versions
 )
 """Four steps of four microbatches, then steps of eight; without `CONSTANT`."""
 
 CONSTANT = "--train-iters", "--global-batch-size"
 
 
-def test_batches_that_grow(train: Train) -> None:
-    """Up to Megatron 0.17 only where training is counted in samples."""
+def test_growing_batch_size(train: Train) -> None:
+    """Megatron up to 0.17 requires sample-based training for this."""
     flags = (*GROWING, "--train-samples", "40", UNTIED)
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags, without=CONSTANT)
     package_run = train(4, "--pipeline-schedule", "v-half", *flags, without=CONSTANT)
@@ -164,7 +169,7 @@ def test_mixture_of_experts(train: Train) -> None:
 
 
 def all_forwards_first(placement: Placement, num_devices: int, microbatches: int) -> Schedule:
-    """Return a legal schedule for any placement whose stages can be run in order."""
+    """Return a valid schedule for any placement whose stages can run in order."""
     order = []
     for stages in stages_of(placement, num_devices):
         row = [Pass(Kind.F, stage, m) for stage in stages for m in range(microbatches)]
@@ -185,7 +190,7 @@ PLACEMENTS = {
 
 
 @pytest.mark.parametrize(("placement", "flags"), PLACEMENTS.values(), ids=PLACEMENTS)
-def test_a_schedule_file_may_place_stages_anywhere(
+def test_schedule_file_with_any_placement_equals_1f1b(
     train: Train, tmp_path: Path, placement: Placement, flags: tuple[str, ...]
 ) -> None:
     file = tmp_path / "schedule.json"
@@ -197,7 +202,7 @@ def test_a_schedule_file_may_place_stages_anywhere(
 
 
 @pytest.mark.slow
-def test_an_exported_1f1b_equals_megatrons(train: Train, tmp_path: Path) -> None:
+def test_exported_1f1b_equals_megatron_bitwise(train: Train, tmp_path: Path) -> None:
     file = tmp_path / "1f1b.json"
     file.write_text(make("1f1b", 4, 8).to_json())
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
@@ -210,26 +215,26 @@ def test_an_exported_1f1b_equals_megatrons(train: Train, tmp_path: Path) -> None
 REST_OF_THE_CATALOGUE = [
     name
     for name in NAMES
-    if name not in (*MEGATRONS_OWN, "v-min", "v-half", "v-zb")  # these have their own tests
+    if name not in (*MEGATRONS_OWN, "v-min", "v-half", "v-zb")  # tested separately
 ]
 
 
 @pytest.mark.parametrize("schedule", REST_OF_THE_CATALOGUE)
-def test_every_schedule_of_the_catalogue_trains(train: Train, schedule: str) -> None:
+def test_every_named_schedule_equals_1f1b(train: Train, schedule: str) -> None:
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
     package_run = train(4, "--pipeline-schedule", schedule, *TWO, UNTIED)
     assert f"pipeline schedule {schedule}, 4 ranks" in package_run.output[0]
     assert_equal_training(package_run, megatron_run)
 
 
-def test_interleaved_1f1b_is_megatrons_with_two_chunks(train: Train) -> None:
+def test_interleaved_1f1b_selects_megatron_with_two_chunks(train: Train) -> None:
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
     interleaved = train(4, "--pipeline-schedule", "interleaved-1f1b", *TWO, UNTIED)
     assert_equal_training(interleaved, megatron_run)
     assert "Number of virtual stages per pipeline stage: 2" in interleaved.output[0]
 
 
-def test_one_rank_simply_trains(train: Train) -> None:
+def test_one_rank_trains_without_a_pipeline(train: Train) -> None:
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
     assert_equal_training(train(1, "--pipeline-schedule", "v-half", *TWO, UNTIED), megatron_run)
 

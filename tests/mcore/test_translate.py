@@ -1,4 +1,4 @@
-"""Options made for Megatron's own schedules: what becomes of each."""
+"""Translation of options for Megatron's schedules."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ RECIPES = Path(__file__).parents[1] / "data" / "bridge_recipes.json"
 
 
 def layouts_of_recipes() -> dict[str, tuple[Any, int]]:
-    """Return every layout of the published recipes, with the pipeline ranks that it is for."""
+    """Return every layout of the published recipes with its number of pipeline ranks."""
     layouts_by_name = {}
     for recipe in json.loads(RECIPES.read_text())["recipes"]:
         layout = recipe["options"].get("pipeline_model_parallel_layout")
@@ -38,7 +38,7 @@ def layouts_of_recipes() -> dict[str, tuple[Any, int]]:
 
 
 def counts(layers: str) -> tuple[int, ...]:
-    """Return the counts that a short form such as 5,14*6,5 says: 14 times 6."""
+    """Return the layer counts of a short form; 5,14*6,5 contains 14 stages of 6 layers."""
     stages: list[int] = []
     for part in layers.split(","):
         times, _, count = part.rpartition("*")
@@ -47,11 +47,11 @@ def counts(layers: str) -> tuple[int, ...]:
 
 
 class TestLayouts:
-    def test_there_are_layouts_to_read(self) -> None:
+    def test_recipes_have_layouts(self) -> None:
         assert len(layouts_of_recipes()) >= 19
 
     @pytest.mark.parametrize("name", layouts_of_recipes())
-    def test_it_is_read_as_megatron_reads_it(self, name: str) -> None:
+    def test_layout_is_parsed_like_megatron(self, name: str) -> None:
         layouts = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
         layout, ranks = layouts_of_recipes()[name]
         megatron_layout = layouts.PipelineParallelLayerLayout(layout, ranks)
@@ -60,10 +60,10 @@ class TestLayouts:
         layers = tuple(stage.count(layouts.LayerType.decoder) for stage in stages)
         expected = layers, megatron_layout.flatten_layout.count(layouts.LayerType.mtp)
         assert layers_in(layout) == expected
-        assert layers_in(megatron_layout) == expected  # Megatron's own object
+        assert layers_in(megatron_layout) == expected  # Megatron's object
 
     @pytest.mark.parametrize("layers", [(3, 4, 4, 2), (0, 5, 5, 0), (2,) * 16, (1, 2, 3, 3, 3, 0)])
-    def test_one_is_written_as_megatron_reads_it(self, layers: tuple[int, ...]) -> None:
+    def test_written_layout_is_parsed_by_megatron(self, layers: tuple[int, ...]) -> None:
         layouts = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
         for predicting in (0, 1):
             layout_text = layout_of(layers, predicting)
@@ -73,7 +73,7 @@ class TestLayouts:
             )
             assert layers_in(megatron_layout) == (layers, predicting)
 
-    def test_some_have_multi_token_prediction(self) -> None:
+    def test_some_layouts_have_multi_token_prediction(self) -> None:
         counts = [layers_in(layout)[1] for layout, _ in layouts_of_recipes().values()]
         assert {0, 1} <= set(counts)
 
@@ -82,23 +82,25 @@ class TestLayouts:
         [
             ("Et|tt|tt|ttL", v_shape(2), "1,2,2,2"),
             ("Et*3|(tt|)*2,t*4L", looping(2, 2), "3,2,2,4"),
-            ("Et|(tt|)*30L", v_shape(8), "3,14*4,2"),  # 32 stages, of which 2 make one
+            ("Et|(tt|)*30L", v_shape(8), "3,14*4,2"),  # 32 stages; 2 become one
             ("Et|(tt|)*30L", linear(8), "7,6*8,6"),
             ("Et|(tt|)*30L", v_shape(16), "1,30*2,0"),
             ("Et*4|(t*4|)*14tL", v_shape(16), "30*2,1,0"),
-            ("Et*3|t*5|t*5|t*3L", v_shape(4), "1,2,3,2,3,2,2,1"),  # 4 stages, each cut in two
+            ("Et*3|t*5|t*5|t*3L", v_shape(4), "1,2,3,2,3,2,2,1"),  # 4 stages, each split in two
             ("E|tt|tt|L", v_shape(2), "0,2,2,0"),
             ("E|t|t|t|t|t|t|L", v_shape(2), "1,2,2,1"),
             ("Et*4|(t*4|)*14tmL", v_shape(8), "15*4,1"),
             ([["embedding", "decoder"], ["decoder", "decoder", "loss"]], linear(2), "1,2"),
             ([["Embedding "], ["decoder"] * 2, ["decoder"], ["loss"]], v_shape(2), "0,2,1,0"),
-            # neither: as even as can be, with the ends as much shorter as the layout has them
+            # neither: balanced, with shorter first and last stages as in the layout
             ("Et|ttt|ttt|ttt|ttt|tL", v_shape(4), "0,5*2,3,1"),
             ("Et*2|(t*2|)*34,t*3|(t*2|)*3,tL", v_shape(8), "14*5,6,4"),
             ("Et|tt|tt|ttL", v_shape(4), "0,7*1"),
         ],
     )
-    def test_stages(self, layout: Any, placement: tuple[int, ...], expected: str) -> None:
+    def test_layout_becomes_a_layer_split(
+        self, layout: Any, placement: tuple[int, ...], expected: str
+    ) -> None:
         options = Namespace(pipeline_model_parallel_layout=layout, num_layers=None)
         translated = translate(options, placement)
         assert translated.layer_split == ",".join(map(str, counts(expected)))
@@ -107,7 +109,7 @@ class TestLayouts:
         assert notice.outcome == Treatment.TRANSLATED
         assert str(notice).endswith(f": layers per stage {translated.layer_split}")
 
-    def test_what_cannot_be_regrouped_is_balanced_where_the_sizes_are_known(self) -> None:
+    def test_layout_that_cannot_be_regrouped_is_balanced(self) -> None:
         options = Namespace(
             pipeline_model_parallel_layout="Et|tt|ttL",
             num_layers=5,
@@ -121,7 +123,7 @@ class TestLayouts:
             "schedule's 4; --pipeline-layer-split auto instead: layers per stage auto"
         ]
 
-    def test_an_empty_stage_in_the_middle_is_not_taken_over(self) -> None:
+    def test_layout_with_an_empty_inner_stage_is_not_translated(self) -> None:
         assert regrouped((1, 0, 3, 3), 4) is None
         options = Namespace(pipeline_model_parallel_layout="Et||tt|ttL", num_layers=5)
         (notice,) = translate(options, v_shape(2)).notices
@@ -139,20 +141,20 @@ class TestLayouts:
             ([["embedding", "encoder"], ["decoder"] * 4, ["loss"]], "must begin with the embed"),
         ],
     )
-    def test_what_is_no_layout(self, layout: Any, said: str) -> None:
+    def test_invalid_layout_is_rejected(self, layout: Any, said: str) -> None:
         options = Namespace(pipeline_model_parallel_layout=layout, num_layers=4)
         with pytest.raises(ScheduleError) as error:
             translate(options, v_shape(2))
         assert said in str(error.value)
 
     @pytest.mark.parametrize("layout", ["Et|ttmL", "Et|tt|m|L", [["embedding"], ["mtp", "loss"]]])
-    def test_multi_token_prediction_is_as_much_as_the_model_has(self, layout: Any) -> None:
+    def test_layout_with_another_number_of_mtp_layers_is_rejected(self, layout: Any) -> None:
         layers, predicting = layers_in(layout)
         assert predicting == 1
         options = {"pipeline_model_parallel_layout": layout, "num_layers": sum(layers)}
         with pytest.raises(ScheduleError, match="mtp_num_layers is 0: make them agree"):
             translate(Namespace(**options, mtp_num_layers=None), linear(2))
-        options["num_layers"] = None  # not known yet, as in a recipe
+        options["num_layers"] = None  # not yet known, as in a recipe
         with pytest.raises(ScheduleError, match="mtp_num_layers is 2: make them agree"):
             translate(Namespace(**options, mtp_num_layers=2), linear(2))
         translate(Namespace(**options, mtp_num_layers=None), linear(2))
@@ -162,14 +164,14 @@ class TestLayouts:
         (notice,) = translate(options, linear(2)).notices
         assert str(notice).endswith(": its 4 stages as the schedule's 2: layers per stage 3,0")
 
-    def test_the_layout_of_this_package_is_left_alone(self) -> None:
+    def test_layout_of_this_package_is_unchanged(self) -> None:
         stage_layout = SimpleNamespace(stage_map=object())
         options = Namespace(pipeline_model_parallel_layout=stage_layout)
         assert translate(options, v_shape(2)).notices == ()
         assert options.pipeline_model_parallel_layout is stage_layout
 
 
-class TestEnds:
+class TestFirstAndLastStages:
     @pytest.mark.parametrize(
         ("layers", "placement", "ends", "expected"),
         [
@@ -179,10 +181,10 @@ class TestEnds:
             (94, linear(8), (True, True), "11,6*12,11"),
             (15, v_shape(4), (False, True), "7*2,1"),
             (15, looping(4, 2), (True, False), "1,7*2"),
-            (8, v_shape(4), (True, True), "0,5*1,2,1"),  # 10 by 8 does not divide
+            (8, v_shape(4), (True, True), "0,5*1,2,1"),  # 10 does not divide by 8
         ],
     )
-    def test_counted(
+    def test_embedding_and_loss_counted_as_layers(
         self, layers: int, placement: tuple[int, ...], ends: tuple[bool, bool], expected: str
     ) -> None:
         options = Namespace(
@@ -205,17 +207,17 @@ class TestEnds:
             (92, linear(8), 10, 10, "10,6*12,10"),
             (28, linear(4), None, 4, "8,8,8,4"),
             (40, linear(2), 17, 23, "17,23"),
-            # In a V rank 0 has both ends: they are as much shorter than the stages between them.
+            # In a V, rank 0 has the first and the last stage, which are shorter by the same number.
             (94, v_shape(8), 10, 12, "4,14*6,6"),
             (46, v_shape(4), 11, 11, "5,6*6,5"),
             (78, looping(6, 2), 14, 16, "6*6,6*7"),
-            # longer ends, and none between two: nothing to keep of it
+            # longer first and last rank, without inner ranks: no translation
             (40, v_shape(2), 17, 23, "4*10"),
             (13, v_shape(3), 5, 5, "5*2,3"),
         ],
     )
     @pytest.mark.parametrize("config", [False, True])
-    def test_of_the_first_and_the_last_rank(
+    def test_layers_of_the_first_and_last_rank(
         self,
         layers: int,
         placement: tuple[int, ...],
@@ -225,7 +227,7 @@ class TestEnds:
         config: bool,
     ) -> None:
         names = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-        if config:  # as a TransformerConfig and Megatron-Bridge call them
+        if config:  # names in TransformerConfig and Megatron-Bridge
             names = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
         options = SimpleNamespace(num_layers=layers, **dict(zip(names, (first, last), strict=True)))
         translated = translate(options, placement)
@@ -233,19 +235,19 @@ class TestEnds:
         assert [getattr(options, name) for name in names] == [None, None]
         assert len(translated.notices) == 1
 
-    def test_that_leave_nothing_for_the_others(self) -> None:
+    def test_split_without_layers_for_inner_ranks_is_rejected(self) -> None:
         options = Namespace(num_layers=8, decoder_first_pipeline_num_layers=7)
         with pytest.raises(ScheduleError, match="7 on the first and None on the last of 4 pipe"):
             translate(options, linear(4))
 
-    def test_nearest(self) -> None:
+    def test_nearest_layer_split(self) -> None:
         assert nearest(4, 4) == (1, 1, 1, 1)
         assert nearest(2, 4, 1, 1) == (0, 1, 1, 0)
         with pytest.raises(ScheduleError, match="1 layer is too few for 4 stages"):
             nearest(1, 4)
 
 
-class TestTheRest:
+class TestOtherOptions:
     @pytest.mark.parametrize(
         ("name", "value", "off", "said"),
         [
@@ -259,7 +261,7 @@ class TestTheRest:
         ],
     )
     @pytest.mark.parametrize("kind", [Namespace, SimpleNamespace])
-    def test_what_is_set_aside(
+    def test_options_of_megatron_schedules_are_ignored(
         self, kind: type, name: str, value: Any, off: Any, said: str
     ) -> None:
         options = kind(num_layers=8, **{name: value})
@@ -270,9 +272,9 @@ class TestTheRest:
         assert re.search(said, notice.said)
         assert getattr(options, name) is off
         assert translated.layer_split is None
-        assert translate(options, v_shape(4)).notices == ()  # the second time there is nothing
+        assert translate(options, v_shape(4)).notices == ()  # the second call has no notices
 
-    def test_offloading_becomes_part_of_the_plan(self) -> None:
+    def test_fine_grained_offloading_enables_offloading_of_the_plan(self) -> None:
         name = "fine_grained_activation_offloading"
         options = Namespace(**{name: True}, offload_modules=["core_attn"])
         translated = translate(options, v_shape(4))
@@ -284,7 +286,7 @@ class TestTheRest:
         assert not translate(options, v_shape(4)).enabled
 
     @pytest.mark.parametrize("overlaps", [True, False])
-    def test_userbuffers_hide_nothing_behind_a_weight_gradient(self, overlaps: bool) -> None:
+    def test_userbuffer_overlap_with_wgrad_is_disabled(self, overlaps: bool) -> None:
         options = Namespace(tp_comm_overlap=overlaps, tp_comm_bulk_wgrad=True)
         notices = translate(options, v_shape(4)).notices
         assert options == Namespace(tp_comm_overlap=overlaps, tp_comm_bulk_wgrad=not overlaps)
@@ -292,17 +294,17 @@ class TestTheRest:
             [True] * overlaps
         )
 
-    def test_the_schedules_own_number_of_chunks_is_not_told(self) -> None:
+    def test_matching_number_of_chunks_is_not_logged(self) -> None:
         options = Namespace(num_virtual_stages_per_pipeline_rank=2)
         assert translate(options, v_shape(4)).notices == ()
         assert options.num_virtual_stages_per_pipeline_rank is None
 
-    def test_a_group_as_large_as_megatron_makes_it_is_left(self) -> None:
+    def test_default_microbatch_group_size_is_unchanged(self) -> None:
         options = Namespace(microbatch_group_size_per_vp_stage=4, pipeline_model_parallel_size=4)
         assert translate(options, v_shape(4)).notices == ()
         assert options.microbatch_group_size_per_vp_stage == 4
 
-    def test_a_first_chunk_may_be_stepped_first_where_there_are_others(self) -> None:
+    def test_early_optimizer_step_requires_several_chunks(self) -> None:
         name = "overlap_param_gather_with_optimizer_step"
         for placement, stays in ((v_shape(2), True), (looping(2, 2), True), (linear(2), False)):
             options = Namespace(**{name: True})
@@ -310,7 +312,7 @@ class TestTheRest:
             assert getattr(options, name) is stays
             assert len(notices) == (not stays)
 
-    def test_an_old_name_of_the_pattern(self) -> None:
+    def test_old_name_of_the_layer_pattern(self) -> None:
         options = Namespace(hybrid_override_pattern="M*M*M*M*", hybrid_layer_pattern=None)
         (notice,) = translate(options, v_shape(2)).notices
         assert str(notice) == ("hybrid_override_pattern M*M*M*M*: renamed to hybrid_layer_pattern")
@@ -319,7 +321,7 @@ class TestTheRest:
         with pytest.raises(UnsupportedError, match="is the old name of hybrid_layer_pattern, and"):
             translate(options, v_shape(2))
 
-    def test_the_pattern_counts_the_layers(self) -> None:
+    def test_layer_pattern_defines_the_number_of_layers(self) -> None:
         options = Namespace(
             num_layers=None,
             vocab_size=100,
@@ -328,14 +330,14 @@ class TestTheRest:
             account_for_loss_in_pipeline_split=True,
         )
         assert translate(options, v_shape(2)).layer_split == "2,2,2,1"
-        # If it marks the stages itself, it wins over the other options.
+        # A pattern with stage marks has priority over the other options.
         options.hybrid_layer_pattern = "M|*M|*M|*M"
         options.account_for_loss_in_pipeline_split = True
         translated = translate(options, v_shape(2))
         assert translated.layer_split == "1,2,2,2"
         assert "--hybrid-layer-pattern defines the layers of each" in translated.notices[0].said
 
-    def test_a_layer_split_wins(self) -> None:
+    def test_layer_split_has_priority_over_other_options(self) -> None:
         options = Namespace(
             num_layers=8,
             pipeline_model_parallel_layout="nonsense",
@@ -352,7 +354,7 @@ class TestTheRest:
         ]
         assert {notice.outcome for notice in translated.notices} == {Treatment.SET_ASIDE}
 
-    def test_two_options_cannot_both_decide(self) -> None:
+    def test_two_options_that_define_the_split_are_rejected(self) -> None:
         options = Namespace(
             num_layers=8,
             pipeline_model_parallel_layout="Et*4|t*4L",
@@ -365,12 +367,12 @@ class TestTheRest:
             "define the layers of each stage: remove all but one"
         )
 
-    def test_the_layers_must_be_known(self) -> None:
+    def test_number_of_layers_is_required(self) -> None:
         options = Namespace(account_for_loss_in_pipeline_split=True)
         with pytest.raises(ScheduleError, match="needs the number of layers: add --num-layers"):
             translate(options, v_shape(2))
 
-    def test_every_line_is_told_once(
+    def test_every_line_is_logged_once(
         self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         options = Namespace(defer_embedding_wgrad_compute=True)
@@ -386,10 +388,10 @@ class TestTheRest:
             "gradient already"
         ]
 
-    def test_megatrons_own_schedules_take_the_split_alone(self) -> None:
+    def test_megatron_schedules_accept_only_the_layer_split(self) -> None:
         check_splits_nothing_else(Namespace(num_virtual_stages_per_pipeline_rank=2), "1f1b")
         for rule in TRANSLATIONS:
-            if rule.layers is not None and rule.left is None:  # not a pattern, which has its own
+            if rule.layers is not None and rule.left is None:  # a pattern has a separate rule
                 with pytest.raises(UnsupportedError, match=f"does not support {rule.names[0]}"):
                     check_splits_nothing_else(Namespace(**{rule.names[0]: 3}), "1f1b")
 
@@ -418,8 +420,10 @@ class TestTheRest:
     ],
     ids=["layout", "counted ends", "first and last"],
 )
-def test_a_config_before_it_is_checked(settings: dict[str, Any], expected: str, lines: int) -> None:
-    """As a library's provider, which is a TransformerConfig, comes by."""
+def test_config_of_a_provider_before_validation(
+    settings: dict[str, Any], expected: str, lines: int
+) -> None:
+    """A library's provider is a TransformerConfig that Megatron has not validated yet."""
     transformer = pytest.importorskip("megatron.core.transformer")
     from megatron_vshape.mcore.layout.stage_map import StageMap
     from megatron_vshape.mcore.setup.configure import StageLayout

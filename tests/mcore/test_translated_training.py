@@ -1,4 +1,4 @@
-"""Runs with options made for Megatron's own schedules: the lines of the log, and the numbers."""
+"""Runs with options for Megatron's schedules: log lines and equal training."""
 
 import re
 from collections.abc import Callable
@@ -79,7 +79,7 @@ AHEAD = (
 @pytest.mark.parametrize(
     "schedule", ["v-half", pytest.param("grouped-interleaved-1f1b", marks=pytest.mark.slow)]
 )
-def test_a_first_chunk_stepped_first(train: Train, schedule: str) -> None:
+def test_early_optimizer_step_of_the_first_chunk(train: Train, schedule: str) -> None:
     flags = ("--pipeline-schedule", schedule, *TWO, UNTIED, "--clip-grad", "0", *AHEAD.split())
     without = train(4, *flags)
     package_run = train(4, *flags, "--overlap-param-gather-with-optimizer-step")
@@ -97,8 +97,8 @@ SHARED = (
 
 
 @pytest.mark.slow
-def test_shared_experts_beside_the_others(train: Train) -> None:
-    """On a CPU their stream is a stand-in; tests/runtime/test_streams.py sees what it is asked."""
+def test_overlapped_shared_experts(train: Train) -> None:
+    """A CPU has no such stream; tests/runtime/test_streams.py checks its calls."""
     flags = ("--train-iters", "2", *SHARED.split(), "--moe-shared-expert-overlap")
     megatron_run = train(2, "--pipeline-schedule", "1f1b", *flags)
     package_run = train(2, "--pipeline-schedule", "v-half", *flags)
@@ -108,7 +108,7 @@ def test_shared_experts_beside_the_others(train: Train) -> None:
 
 @pytest.mark.slow
 @needs_hybrid
-def test_a_pattern_by_its_old_name(train: Train) -> None:
+def test_layer_pattern_by_its_old_name(train: Train) -> None:
     flags = ("--train-iters", "2")
     megatron_run = train(1, "--hybrid-layer-pattern", "*-*-*-*-", *flags)
     package_run = train(

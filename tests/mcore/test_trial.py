@@ -1,4 +1,4 @@
-"""The trial of `auto`: its plan and the best schedule by name alternate, and the faster stays."""
+"""The trial of `auto`: its plan and the best named schedule alternate; the faster is selected."""
 
 import random
 import re
@@ -24,7 +24,7 @@ GIB = 2**30
 
 
 class FakePlanner:
-    """Keeps the schedule that the next step runs; this process decides alone."""
+    """Stores the schedule of the next step; this process decides alone."""
 
     rank_zero = None
     training: Callable[[int], Any]
@@ -56,7 +56,7 @@ def run_trial(real_s: list[float], stretched: Callable[[], float]) -> int:
 
 
 @pytest.mark.parametrize(("real_s", "winner"), [([1.0, 1.02], PLAN), ([1.02, 1.0], NAMED)])
-def test_the_faster_schedule_stays_although_a_sixth_of_the_steps_is_disturbed(
+def test_trial_selects_the_faster_schedule_despite_disturbed_steps(
     real_s: list[float], winner: int
 ) -> None:
     right = 0
@@ -71,17 +71,17 @@ def test_the_faster_schedule_stays_although_a_sixth_of_the_steps_is_disturbed(
     assert right >= 95
 
 
-def test_a_slow_first_step_of_the_faster_schedule_does_not_matter() -> None:
+def test_trial_ignores_a_slow_first_step() -> None:
     first = iter([100.0, 1.0, 1.0])  # of the plan, which is faster
     assert run_trial([1.0, 1.1], lambda: next(first, 1.0)) == PLAN
 
 
-def test_the_plan_stays_if_no_step_could_be_timed() -> None:
+def test_trial_keeps_the_plan_without_step_times() -> None:
     trial = Trial(FakePlanner(), schedule_step("auto"), schedule_step("v-half"))  # type: ignore[arg-type]
     assert [trial.end_step(None, 8) for _ in RUNS] == [None] * (len(RUNS) - 1) + [PLAN]
 
 
-def test_another_number_of_microbatches_ends_the_trial() -> None:
+def test_changed_number_of_microbatches_ends_the_trial() -> None:
     planner, plan = FakePlanner(), schedule_step("auto")
     trial = Trial(planner, plan, schedule_step("v-half"))  # type: ignore[arg-type]
     for _ in range(TURN):
@@ -92,7 +92,7 @@ def test_another_number_of_microbatches_ends_the_trial() -> None:
 
 
 @pytest.mark.parametrize("schedule_name", [None, "v-half"])
-def test_the_order_is_final_after_the_trial(
+def test_pass_order_is_final_after_the_trial(
     monkeypatch: pytest.MonkeyPatch, schedule_name: str | None
 ) -> None:
     """Megatron's paged stash records the first final order and requires it in every later step."""
@@ -143,12 +143,12 @@ def test_the_plan_is_compared_with_the_fastest_schedule_within_the_limit(
         assert planner.best_by_name(best) is None
 
 
-def test_a_run_keeps_the_faster_of_its_plan_and_a_schedule_by_name(
+def test_run_selects_the_faster_of_plan_and_named_schedule(
     train: Train, farm: Farm, tmp_path: Path
 ) -> None:
-    """Every schedule gives the same numbers, to the bit, in every step of the trial.
+    """All schedules of the trial give bitwise equal steps.
 
-    Weight gradients are added up microbatch by microbatch in all of them.
+    All of them add weight gradients in microbatch order.
     """
     small = ("--num-layers", "4", "--global-batch-size", "4", "--seq-length", "16")
     many = ("--train-iters", "36", *small, "--clip-grad", "0", UNTIED)
@@ -164,10 +164,10 @@ def test_a_run_keeps_the_faster_of_its_plan_and_a_schedule_by_name(
     schedule_name = compared[1]
     measured = rf"measured steps: auto [\d.]+ ms, {schedule_name} [\d.]+ ms; keeping "
     assert re.search(measured, text), text[-3000:]
-    # The schedule that stays is then compared with its own prediction.
+    # The selected schedule is then compared with its prediction.
     assert f"predicted for {schedule_name}, and measured later: passes " in text
     assert text.count("measured costs: ") == 1
-    # The costs and the schedule are written, and a later run gets to know of them.
+    # The run writes costs and schedule and logs how a later run can use them.
     assert load_schedule(tmp_path / "schedule.json").name == schedule_name
     costs = Costs.load(tmp_path / "costs.json")
     assert re.search(
@@ -178,8 +178,8 @@ def test_a_run_keeps_the_faster_of_its_plan_and_a_schedule_by_name(
 
 
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_every_step_may_run_another_order(farm: Farm, replicas: int) -> None:
-    """Losses and parameters keep every bit: under one order, another in each step, and 1F1B."""
+def test_pass_order_can_change_in_every_step(farm: Farm, replicas: int) -> None:
+    """Losses and parameters are bitwise equal: fixed order, a new order in each step, and 1F1B."""
     steps = ("--train-iters", "6", "--num-layers", "4", "--clip-grad", "0", UNTIED)
     flags = (*steps, "--pipeline-model-parallel-size", "2")
     plugin = Path(__file__).parent / "any_order.py"

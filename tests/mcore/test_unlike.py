@@ -1,4 +1,4 @@
-"""Microbatches of unlike length take the places of a plan where they hide best."""
+"""Variable-length microbatches are reordered to shorten the step."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +39,7 @@ CONFIG = SimpleNamespace(
 )
 
 
-def test_batches_tell_their_lengths() -> None:
+def test_lengths_are_read_from_batches() -> None:
     ends = torch.tensor([[0, 5, 12, 12]])  # the last one is padding
     assert lengths_of({"cu_seqlens": ends, "tokens": torch.zeros(1, 12)}, False) == [5, 7]
     packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 3, 4]))
@@ -48,13 +48,13 @@ def test_batches_tell_their_lengths() -> None:
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     padded = {"attention_mask": mask, "input_ids": torch.zeros(2, 3)}
     assert lengths_of(padded, True) == [2, 1]
-    assert lengths_of(padded, False) is None  # padding is computed as well
+    assert lengths_of(padded, False) is None  # padding is computed too
     assert lengths_of({"tokens": torch.zeros(2, 9)}, True) == [9, 9]
     assert lengths_of({"attention_mask": torch.ones(1, 1, 4, 4)}, True) is None
     assert lengths_of([1, 2], True) is None
 
 
-def test_what_was_looked_at_is_given_in_order() -> None:
+def test_peeked_batches_are_returned_in_pass_order() -> None:
     ahead = PeekableIterator(iter("abcdef"))
     assert [ahead.look(number) for number in (0, 2, 1)] == ["a", "c", "b"]
     order = (2, 0, 3, 1)
@@ -74,8 +74,8 @@ def orders_of(ended: Ended) -> list[str]:
     return [line for line in ended.output[0].splitlines() if line.startswith("order ")]
 
 
-def test_repeated_steps_take_the_same_places(farm: Farm, tmp_path: Path) -> None:
-    """Also with evaluations in between; to the bit."""
+def test_repeated_steps_use_the_same_order(farm: Farm, tmp_path: Path) -> None:
+    """Bitwise equal, also with evaluations between the steps."""
     file = tmp_path / "costs.json"
     file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
     flags = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file), UNTIED)
@@ -94,7 +94,7 @@ def test_repeated_steps_take_the_same_places(farm: Farm, tmp_path: Path) -> None
     )
 
 
-def test_a_run_resumed_reads_what_was_not_trained_on(farm: Farm, tmp_path: Path) -> None:
+def test_resumed_run_continues_with_unused_batches(farm: Farm, tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
     flags = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file), UNTIED)
@@ -121,7 +121,7 @@ def test_long_documents_cost_more_than_many_short_ones() -> None:
 
 
 @pytest.mark.parametrize("microbatch_order", [None, "kept"])
-def test_gradients_are_equal_to_rounding_and_bitwise_in_the_order_kept(
+def test_reordered_training_equals_1f1b(
     train: Callable[..., Ended], farm: Farm, tmp_path: Path, microbatch_order: str | None
 ) -> None:
     file = tmp_path / "costs.json"
@@ -138,8 +138,8 @@ def test_gradients_are_equal_to_rounding_and_bitwise_in_the_order_kept(
     assert ("microbatches reordered" in package_run.output[0]) != bool(keep_order)
 
 
-def test_log_probabilities_come_back_in_the_callers_order(farm: Farm, tmp_path: Path) -> None:
-    """Those of forward passes alone, which run as given, and those of steps that change places."""
+def test_log_probabilities_are_returned_in_data_order(farm: Farm, tmp_path: Path) -> None:
+    """For forward-only steps, which are not reordered, and for reordered training steps."""
     file = tmp_path / "costs.json"
     file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
     folder, run_options = tmp_path / "runs", {"reads_logits": "call"}
@@ -161,8 +161,8 @@ def test_log_probabilities_come_back_in_the_callers_order(farm: Farm, tmp_path: 
             )
 
 
-def test_active_dropout_keeps_the_order(farm: Farm, tmp_path: Path) -> None:
-    """As in an adapter, of which no config tells, on one rank alone."""
+def test_active_dropout_prevents_reordering(farm: Farm, tmp_path: Path) -> None:
+    """As in an adapter on a single rank, which no config contains."""
     file = tmp_path / "costs.json"
     file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
     folder, options = tmp_path / "runs", {"costs_file": str(file)}
@@ -174,16 +174,16 @@ def test_active_dropout_keeps_the_order(farm: Farm, tmp_path: Path) -> None:
     assert mine == stock
 
 
-def test_stored_logits_keep_the_order() -> None:
-    """Megatron pairs them with microbatches by the number of calls."""
+def test_stored_logits_prevent_reordering() -> None:
+    """Megatron matches stored logits to microbatches by the number of calls."""
     stored = ("logits_load_dir", "logits_save_dir", "use_routing_replay", "use_indexer_replay")
     for name, keeps in (*((option, True) for option in stored), ("other", False)):
         assert _counts_calls(SimpleNamespace(**{name: "somewhere"})) is keeps
     assert not _counts_calls(SimpleNamespace(logits_load_dir=None, use_indexer_replay=False))
 
 
-def test_a_fault_that_one_rank_finds_ends_all(farm: Farm, tmp_path: Path) -> None:
-    """The one with the first stage, which here is not the first of all."""
+def test_error_on_one_rank_ends_all_ranks(farm: Farm, tmp_path: Path) -> None:
+    """The rank of the first stage fails, which is not rank 0 here."""
     file = tmp_path / "costs.json"
     file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
     folder, options = tmp_path / "runs", {"costs_file": str(file)}
@@ -210,7 +210,7 @@ OVERLAPPED = {
 
 
 def assert_equal_places(package_run: Ended, megatron_run: Ended) -> None:
-    """Compare losses, evaluations, and the parameters of every rank's place to rounding."""
+    """Compare losses, evaluations and the parameters of every rank to rounding."""
     assert relative(losses(package_run), losses(megatron_run)) <= 1e-5
     assert package_run.record["evaluations"]
     for evaluation, expected in zip(
@@ -224,13 +224,11 @@ def assert_equal_places(package_run: Ended, megatron_run: Ended) -> None:
 
 
 @pytest.mark.parametrize("parallelism", OVERLAPPED)
-def test_ranks_of_a_stage_take_the_same_places(
-    farm: Farm, tmp_path: Path, parallelism: str
-) -> None:
-    """Of a stage all must read the same microbatch, or their sums are of different ones.
+def test_ranks_of_a_stage_use_the_same_order(farm: Farm, tmp_path: Path, parallelism: str) -> None:
+    """All ranks of a stage must read the same microbatch before their collectives.
 
-    One chooses for its context-parallel ranks, where others see other lengths. Replicas, between
-    which experts exchange tokens, read others in the same place anyway.
+    One context-parallel rank decides for the others, which see other lengths. Replicas with shared
+    expert parallelism read different microbatches at the same position.
     """
     file = tmp_path / "costs.json"
     file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
@@ -267,7 +265,7 @@ def test_ranks_of_a_stage_take_the_same_places(
         ({"attention_dropout": 0.1}, False),
     ],
 )
-def test_what_keeps_the_order(changed: dict[str, Any], may: bool) -> None:
+def test_options_that_prevent_reordering(changed: dict[str, Any], may: bool) -> None:
     plain = {
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,

@@ -1,4 +1,4 @@
-"""A vocabulary that all pipeline ranks share: the numbers of Megatron's own 1F1B."""
+"""Vocabulary parallelism over pipeline ranks: training equals Megatron's 1F1B."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -33,7 +33,7 @@ Train = Callable[..., Ended]
 
 SHARED = "--pipeline-vocab-parallel"
 WEIGHTS = 1e-4
-"""By how much weights may differ: a step of 1e-3 has the sign of a gradient that is next to 0."""
+"""Tolerance of weights: Adam applies steps of 1e-3 with the sign of a gradient close to 0."""
 
 STEPS = ("--train-iters", "3", "--eval-interval", "3", "--eval-iters", "1")
 
@@ -74,7 +74,7 @@ def assert_equal_gradients(package_run: Ended, megatron_run: Ended, rtol: float 
         for number, (name, run) in enumerate(RUNS.items())
     ],
 )
-def test_training_equals_megatrons_1f1b(train: Train, schedule: str, flags: str) -> None:
+def test_training_equals_1f1b(train: Train, schedule: str, flags: str) -> None:
     common = flags.replace("--pipeline-layer-split auto", "").split()
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *STEPS, *common)
     package_run = train(4, "--pipeline-schedule", schedule, SHARED, *STEPS, *flags.split())
@@ -84,7 +84,7 @@ def test_training_equals_megatrons_1f1b(train: Train, schedule: str, flags: str)
     assert_equal_gradients(package_run, megatron_run)
 
 
-def test_every_rank_has_its_rows(train: Train) -> None:
+def test_every_rank_has_vocabulary_rows(train: Train) -> None:
     run = train(4, "--pipeline-schedule", "v-half", SHARED, *STEPS, UNTIED)
     names = ("embedding.word_embeddings.weight", "output_layer.weight")
     for rank, record in enumerate(run.records):
@@ -114,7 +114,9 @@ ALWAYS = 2
         for number, (name, run) in enumerate(PARALLEL.items())
     ],
 )
-def test_beside_other_parallelism(train: Train, ranks: int, flags: str) -> None:
+def test_vocabulary_parallelism_with_other_parallelism(
+    train: Train, ranks: int, flags: str
+) -> None:
     common = (*STEPS, *TWO.split(), *flags.split())
     megatron_run = train(ranks, "--pipeline-schedule", "1f1b", *common)
     package_run = train(ranks, "--pipeline-schedule", "v-half", SHARED, *common)
@@ -126,7 +128,7 @@ def test_beside_other_parallelism(train: Train, ranks: int, flags: str) -> None:
         assert evaluation["lm loss"] == pytest.approx(expected["lm loss"], rel=1e-6)
     for key, tolerance in ("gradients", 1e-6), ("parameters", WEIGHTS):
         if key == "gradients" and OVERLAP in flags:
-            continue  # each rank has summed up its part alone
+            continue  # each rank has reduced a part only
         mine, yours = package_run.whole(key), megatron_run.whole(key)
         assert mine.keys() == yours.keys()
         for name, expected in yours.items():
@@ -137,8 +139,8 @@ def test_beside_other_parallelism(train: Train, ranks: int, flags: str) -> None:
     "precision",
     ["--bf16", pytest.param("--fp16 --initial-loss-scale 1024", marks=pytest.mark.slow)],
 )
-def test_16_bits(train: Train, precision: str) -> None:
-    """As close as tensor parallelism comes to one rank: products and sums round elsewhere."""
+def test_training_in_16_bits(train: Train, precision: str) -> None:
+    """As close as tensor parallelism is to one rank, since GEMMs and sums round differently."""
     common = (*STEPS, UNTIED, *precision.split())
     megatron_run = train(2, "--pipeline-schedule", "1f1b", *common)
     package_run = train(2, "--pipeline-schedule", "v-half", SHARED, *common)
@@ -151,8 +153,8 @@ def test_16_bits(train: Train, precision: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_schedule_file_shares_as_it_says(train: Train, tmp_path: Path) -> None:
-    """Its passes are run where they stand; without them they are put in."""
+def test_vocabulary_passes_of_a_schedule_file_run(train: Train, tmp_path: Path) -> None:
+    """Vocabulary passes run at their positions in the file, or are inserted if missing."""
     plain = make("1f1b-v", 4, 8)
     stages = Costs.uniform(4, plain.num_stages)
     nothing, head = Piece(0, 0, 0, 0, 0), Piece(1, 1, 1, 0, 0)
@@ -170,7 +172,7 @@ def test_a_schedule_file_shares_as_it_says(train: Train, tmp_path: Path) -> None
 
 
 def swapped(schedule: Schedule, first: Pass, second: Pass) -> Schedule:
-    """Return the schedule with two passes in each other's place, on every device that has both."""
+    """Return the schedule with two passes swapped on every rank that has both."""
     names = {first: second, second: first}
     rows = tuple(
         tuple(names.get(work, work) if {first, second} <= set(row) else work for work in row)
@@ -179,7 +181,7 @@ def swapped(schedule: Schedule, first: Pass, second: Pass) -> Schedule:
     return replace(schedule, order=rows)
 
 
-def test_a_file_out_of_turn_is_refused() -> None:
+def test_schedule_file_with_misplaced_vocabulary_passes_is_rejected() -> None:
     plain = make("v-half", 2, 4)
     head = Piece(1, 1, 1, 0, 0)
     costs = shared_costs(Costs.uniform(2, 4), Piece(0, 0, 0, 0, 0), head, 2, 0.1)
@@ -196,8 +198,8 @@ def test_a_file_out_of_turn_is_refused() -> None:
 
 
 @pytest.mark.parametrize("flags", [SHARED, "--pipeline-slices 2"])
-def test_a_loss_function_is_told_that_it_runs_on_the_last_stage(farm: Farm, flags: str) -> None:
-    """On the first rank, which has that stage in a V; the loss is made behind the pass."""
+def test_loss_function_sees_the_last_stage(farm: Farm, flags: str) -> None:
+    """Rank 0 has the last stage of a V; the loss is computed after the pass."""
     plugin = Path(__file__).parent / "asks_for_stage.py"
     schedule = ("--pipeline-schedule", "v-half", *flags.split())
     ended = farm.run(2, *schedule, *STEPS, UNTIED, plugin=plugin).check()
@@ -211,7 +213,7 @@ def test_saving_tensors_of_the_output_layer_is_rejected(values: str) -> None:
         check_model_options(Namespace(**{f"save_{values}_interval": 2}))
 
 
-def test_a_model_of_mcore_bridge_is_rejected() -> None:
+def test_mcore_bridge_model_is_rejected() -> None:
     options = options_from({"schedule": "v-half", "vocab_parallel": True})
     config = DeferredConfig(num_layers=8, hidden_size=32, num_attention_heads=4)
     config.pipeline_model_parallel_size = 2
@@ -223,12 +225,12 @@ def test_a_model_of_mcore_bridge_is_rejected() -> None:
         pipeline_from_config(config, options)
 
 
-def test_megatrons_own_schedule_has_none(farm: Farm) -> None:
+def test_option_has_no_effect_with_megatron_schedules(farm: Farm) -> None:
     ended = farm.run(2, "--pipeline-schedule", "1f1b", SHARED)
     assert "--pipeline-vocab-parallel has no effect with 1f1b" in ended.output[0]
 
 
-def test_a_vocabulary_that_does_not_divide_is_padded(farm: Farm) -> None:
+def test_vocabulary_is_padded_to_a_multiple_of_the_ranks(farm: Farm) -> None:
     flags = ("--num-layers", "12", "--global-batch-size", "4", UNTIED)
     ended = farm.run(3, "--pipeline-schedule", "v-half", SHARED, *STEPS, *flags).check()
     assert "pads the vocabulary to a multiple of 192, not of 64" in ended.output[0]
@@ -238,7 +240,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded(farm: Farm) -> None:
 
 
 def join_rows(run: Learnt) -> Learnt:
-    """Return a library's run with the rows put together that ranks share."""
+    """Return a library's run with concatenated vocabulary rows."""
 
     def concatenate_rows(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         by_name: dict[str, list[torch.Tensor]] = {}
@@ -252,7 +254,7 @@ def join_rows(run: Learnt) -> Learnt:
 
 
 @pytest.mark.parametrize("shape", ["bridge", pytest.param("areal", marks=pytest.mark.slow)])
-def test_a_library(farm: Farm, tmp_path: Path, shape: str) -> None:
+def test_library_training_equals_its_1f1b(farm: Farm, tmp_path: Path, shape: str) -> None:
     plain = run_library(farm, tmp_path, shape, None)
     for schedule in ("v-half", "zb-h1"):
         package_run = run_library(farm, tmp_path, shape, schedule, options={"vocab_parallel": True})
@@ -288,7 +290,7 @@ OF_LOGITS = {
     "tensor parallel": {"reads_logits": "call", "tensor": 2, "pipeline": 2},
     "two replicas": {"reads_logits": "loss", "pipeline": 2},
 }
-"""Where a library makes log-probabilities of logits, and on which ranks."""
+"""Place and parallelism of the log-probabilities that a library computes from logits."""
 
 
 @pytest.mark.parametrize(
@@ -298,16 +300,16 @@ OF_LOGITS = {
         for number, (name, run_options) in enumerate(OF_LOGITS.items())
     ],
 )
-def test_a_librarys_own_loss_of_logits(
+def test_library_loss_from_logits_equals_megatron(
     farm: Farm, tmp_path: Path, run_options: dict[str, Any]
 ) -> None:
-    """Log-probabilities, entropy and a policy's loss of them, of microbatches of unlike length."""
+    """Log-probabilities, entropy and a policy loss of variable-length microbatches."""
     plain = run_library(farm, tmp_path, "verl", None, **run_options)
     for schedule in ("v-half", "zb-h1"):
         package_run = run_library(
             farm, tmp_path, "verl", schedule, options={"vocab_parallel": True}, **run_options
         )
-        assert "output_layer.weight" not in package_run.parameters  # each rank has rows of it
+        assert "output_layer.weight" not in package_run.parameters  # each rank has some rows
         assert_equal_results(join_rows(package_run), join_rows(plain))
         assert list(map(len, package_run.logit_results)) == [8, 4, 8]
         for package_results, megatron_results in zip(
@@ -328,7 +330,7 @@ def test_a_librarys_own_loss_of_logits(
         ({"smoothing": 0.1}, "does not support label_smoothing 0.1"),
     ],
 )
-def test_a_loss_of_logits_that_cannot_be(
+def test_unsupported_losses_from_logits_are_rejected(
     farm: Farm, tmp_path: Path, run_options: dict[str, Any], message: str
 ) -> None:
     options = {"vocab_parallel": True}
@@ -338,8 +340,10 @@ def test_a_loss_of_logits_that_cannot_be(
         )
 
 
-def test_extended_ends_without_vocabulary_parallelism(farm: Farm, tmp_path: Path) -> None:
-    """As Megatron-Bridge extends those of Gemma 2: it asks for the chunks once they are built."""
+def test_extended_embedding_and_output_layer_without_vocabulary_parallelism(
+    farm: Farm, tmp_path: Path
+) -> None:
+    """Megatron-Bridge extends the embedding and output layer of Gemma 2 after construction."""
     plain = run_library(farm, tmp_path, "bridge", None, ranks=2)
     extends = ["scaled", "capped"]
     extended = run_library(farm, tmp_path, "bridge", None, ranks=2, extends=extends)
@@ -350,7 +354,7 @@ def test_extended_ends_without_vocabulary_parallelism(farm: Farm, tmp_path: Path
         )
 
 
-def test_a_scaled_embedding_is_kept(farm: Farm, tmp_path: Path) -> None:
+def test_scaled_embedding_with_vocabulary_parallelism(farm: Farm, tmp_path: Path) -> None:
     extended = run_library(farm, tmp_path, "bridge", None, ranks=2, extends=["scaled"])
     for schedule in ("v-half", "zb-h1"):
         options, run_options = {"vocab_parallel": True}, {"extends": ["scaled"]}
@@ -379,15 +383,15 @@ CHANGED = {
         for what in CHANGED
     ],
 )
-def test_what_a_library_has_changed_at_the_ends_is_rejected(
+def test_changed_embedding_or_output_layer_is_rejected(
     farm: Farm, tmp_path: Path, what: str, schedule: str
 ) -> None:
-    """By all ranks with one message, though the last stage's rank alone may have found it."""
+    """All ranks report one message, even if only the rank of the last stage found the change."""
     options = {"vocab_parallel": True}
     with pytest.raises(AssertionError, match=CHANGED[what]) as failed:
         run_library(farm, tmp_path, "bridge", schedule, options=options, ranks=2, extends=[what])
     message = str(failed.value)
     assert [f"rank {rank}: exit code 1" in message for rank in range(2)] == [True] * 2
-    if what != "shifted":  # which is found in a step
+    if what != "shifted":  # detected during a step
         assert message.count(CHANGED[what]) == 1
         assert "Traceback" not in message

@@ -1,4 +1,4 @@
-"""A library that finds the stage of a weight by itself, as ROLL's mcore_adapter does."""
+"""A library that computes the stage of a weight, like ROLL's mcore_adapter."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -15,7 +15,7 @@ RANKS, CHUNKS, LAYERS = 2, 2, 5
 
 
 class DistConverter:
-    """One that numbers stages by chunk, then rank, and has tied ends twice."""
+    """A converter that orders stages by chunk, then rank, and has tied embeddings twice."""
 
     revert = False
 
@@ -41,12 +41,12 @@ class DistConverter:
 
 
 def places_of(name: str) -> list[tuple[int, int]]:
-    """Return on which ranks, and in which chunks there, a weight is looked for."""
+    """Return the ranks and chunks on which a weight is expected."""
     every = [(rank, chunk) for rank in range(RANKS) for chunk in range(CHUNKS)]
     return [place for place in every if DistConverter(place[0]).is_on_this_rank(name, place[1])]
 
 
-def test_a_weight_is_loaded_where_its_stage_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_loaded_on_the_rank_of_their_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = ModuleType(libraries._CONVERTER)
     module.DistConverter = DistConverter
     monkeypatch.setitem(sys.modules, libraries._CONVERTER, module)
@@ -58,12 +58,12 @@ def test_a_weight_is_loaded_where_its_stage_is(monkeypatch: pytest.MonkeyPatch) 
     )
     session = Session()
     try:
-        for _ in range(2):  # of each chunk; the class is taught once
+        for _ in range(2):  # once per chunk; the class is patched only once
             libraries.patch_roll_converter(session, pipeline)
         places = [places_of(f"decoder.layers.{layer}.weight") for layer in range(LAYERS)]
         assert places == [[(1, 0)], [(1, 0)], [(0, 0)], [(0, 1)], [(1, 1)]]
         assert [DistConverter(0)._get_layer_info(layer)[0] for layer in range(3)] == [0, 1, 0]
-        assert places_of(EMBEDDING) == [(1, 0)]  # of tied ends on one rank there is one weight
+        assert places_of(EMBEDDING) == [(1, 0)]  # tied embeddings on one rank are one weight
         assert DistConverter(1).is_pipeline_last_stage(1)
     finally:
         session.replaced.undo()

@@ -1,4 +1,4 @@
-"""Backwards that stay whole, and layers whose weight gradients stay in B."""
+"""Full backwards, and layers whose weight gradients stay in B."""
 
 import logging
 from argparse import ArgumentParser
@@ -34,7 +34,7 @@ V = v_shape(2)
 
 
 @pytest.mark.parametrize("name", ["v-min", "v-half", "v-zb", "zb-h1"])
-def test_every_backward_is_whole(name: str) -> None:
+def test_schedules_with_full_backwards_are_valid(name: str) -> None:
     schedule = with_full_backwards(make(name, 4, 8))
     verify(schedule)
     kinds = {work.kind for row in schedule.order for work in row}
@@ -45,10 +45,10 @@ def test_every_backward_is_whole(name: str) -> None:
 
 
 class TopKRouter(nn.Linear):
-    """Goes by the name of Megatron's."""
+    """Has the name of Megatron's router."""
 
 
-def test_what_is_not_split_is_told_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_unsplit_layers_are_logged_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     grouped: Any = fake_te.GroupedLinear(2, 3, 3)
     del grouped.weight0
     frozen = nn.Linear(2, 2)
@@ -101,7 +101,7 @@ def test_what_is_not_split_is_told_with_the_reason(caplog: pytest.LogCaptureFixt
         ),
     ],
 )
-def test_what_cannot_be_split_is_refused(option: dict[str, Any], text: str) -> None:
+def test_unsupported_options_are_rejected(option: dict[str, Any], text: str) -> None:
     args: Any = SimpleNamespace(**({"transformer_impl": "local"} | option))
     with pytest.raises(UnsupportedError) as refused:
         check_arguments(args, "v-half", V)
@@ -110,7 +110,7 @@ def test_what_cannot_be_split_is_refused(option: dict[str, Any], text: str) -> N
     assert "\n" not in said
 
 
-def test_megatrons_rl_has_one_chunk_in_the_order_of_the_ranks() -> None:
+def test_megatron_rl_requires_one_chunk_in_rank_order() -> None:
     args: Any = SimpleNamespace(
         transformer_impl="local",
         distributed_backend="gloo",
@@ -125,12 +125,14 @@ def test_megatrons_rl_has_one_chunk_in_the_order_of_the_ranks() -> None:
             check_arguments(args, "mine.json", placement)
     with pytest.raises(UnsupportedError, match="--perform-rl-step: its training data is generated"):
         FEATURE.check(Settings(args, ScheduleChoice(4, "zb-h1"), Options(post_validates=True)))
-    args.context_parallel_size = 2  # Megatron then builds a model without it to generate with
+    args.context_parallel_size = (
+        2  # Megatron then builds a second model without context parallelism for generation
+    )
     with pytest.raises(UnsupportedError, match="--context-parallel-size 2 together: a second"):
         check_arguments(args, "zb-h1", looping(4, 1))
 
 
-def test_weight_shards_are_refused_once_megatron_has_counted_them() -> None:
+def test_weight_shards_are_rejected_after_validation() -> None:
     args: Any = SimpleNamespace(
         transformer_impl="local", distributed_backend="gloo", gtp_weight_remat_size=2
     )
@@ -141,7 +143,7 @@ def test_weight_shards_are_refused_once_megatron_has_counted_them() -> None:
     check_derived(args, "v-half")
 
 
-def test_recomputed_inputs_are_told() -> None:
+def test_recomputed_inputs_are_listed() -> None:
     args: Any = SimpleNamespace(recompute_granularity="selective", recompute_modules=["core_attn"])
     assert recomputed_inputs(args) == ()
     args.recompute_modules = ["core_attn", "layernorm", "mlp"]
@@ -150,7 +152,7 @@ def test_recomputed_inputs_are_told() -> None:
     assert recomputed_inputs(args) == ()
 
 
-def test_what_one_rank_does_not_use_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_options_on_one_rank_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     parser = add_arguments(ArgumentParser())
     args = parser.parse_args(
         ["--pipeline-schedule", "v-half", "--pipeline-trace", "x", "--optimizer-post-validation"]
@@ -167,7 +169,7 @@ def test_what_one_rank_does_not_use_is_told(caplog: pytest.LogCaptureFixture) ->
 def test_a_schedule_alone_is_reported_as_unused_on_one_rank(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """`rehearse --check` reported that the run starts with the schedule, and training nothing."""
+    """`rehearse --check` reported a run with the schedule, but training logged nothing."""
     args = add_arguments(ArgumentParser()).parse_args(["--pipeline-schedule", "v-half"])
     args.pipeline_model_parallel_size = 1
     assert pipeline_from_args(args) is None
@@ -175,7 +177,7 @@ def test_a_schedule_alone_is_reported_as_unused_on_one_rank(
     assert record.getMessage().startswith("--pipeline-schedule v-half unused: one pipeline rank")
 
 
-def test_what_a_script_sets_in_the_config_alone_is_refused() -> None:
+def test_unsupported_config_fields_are_rejected() -> None:
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     check_config(config)
     FEATURE.check_config(config, Options(post_validates=True))
@@ -190,7 +192,7 @@ def test_what_a_script_sets_in_the_config_alone_is_refused() -> None:
             check_config(config)
 
 
-def test_a_rank_gives_up_before_megatrons_watchdogs() -> None:
+def test_timeout_is_below_megatrons_watchdogs() -> None:
     parser = add_arguments(ArgumentParser())
     args = parser.parse_args([])
     assert options_of(args).timeout_seconds == 0.9 * 600
@@ -200,7 +202,7 @@ def test_a_rank_gives_up_before_megatrons_watchdogs() -> None:
     assert options_of(args).timeout_seconds == 7
 
 
-def test_a_timeout_that_comes_too_late_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_timeout_above_megatrons_watchdogs_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     args = add_arguments(ArgumentParser()).parse_args(["--pipeline-timeout", "600"])
     args.pipeline_model_parallel_size = 1
     args.num_virtual_stages_per_pipeline_rank = args.num_layers_per_virtual_pipeline_stage = None
@@ -212,7 +214,7 @@ def test_a_timeout_that_comes_too_late_is_told(caplog: pytest.LogCaptureFixture)
     ]
 
 
-def test_virtual_stages_may_stand_in_the_schedules_name() -> None:
+def test_schedule_name_can_contain_virtual_stages() -> None:
     args = add_arguments(ArgumentParser()).parse_args(["--pipeline-schedule", "interleaved-1f1b:3"])
     args.pipeline_model_parallel_size, args.distributed_timeout_minutes = 2, 30
     args.num_virtual_stages_per_pipeline_rank = args.num_layers_per_virtual_pipeline_stage = None
@@ -220,4 +222,4 @@ def test_virtual_stages_may_stand_in_the_schedules_name() -> None:
     assert args.num_virtual_stages_per_pipeline_rank == 3
     assert megatrons_own(args) == "interleaved-1f1b:3"
     with pytest.raises(UnsupportedError, match="contains the number of virtual stages per rank"):
-        pipeline_from_args(args)  # as one who gives Megatron's own option too
+        pipeline_from_args(args)  # as with Megatron's option in addition
