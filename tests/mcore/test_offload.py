@@ -42,9 +42,13 @@ def assert_same_bits(package_run: Ended, baseline_run: Ended) -> None:
     assert package_run.record["losses"] == baseline_run.record["losses"]
     assert package_run.record["evaluations"] == baseline_run.record["evaluations"]
     for key in ("gradients", "parameters"):
-        mine, yours = package_run.by_place(key), baseline_run.by_place(key)
-        assert mine.keys() == yours.keys()
-        assert [name for name in yours if not torch.equal(mine[name], yours[name])] == []
+        package_tensors, baseline_tensors = package_run.by_place(key), baseline_run.by_place(key)
+        assert package_tensors.keys() == baseline_tensors.keys()
+        assert [
+            name
+            for name in baseline_tensors
+            if not torch.equal(package_tensors[name], baseline_tensors[name])
+        ] == []
 
 
 OURS = [name for name in NAMES if name not in MEGATRONS_OWN]
@@ -117,8 +121,8 @@ def test_live_bytes_drop_by_the_predicted_amount(farm: Farm, tmp_path: Path) -> 
     predicted = zip(figures(baseline_run)[1], figures(package_run)[1], strict=True)
     records = zip(baseline_run.records, package_run.records, predicted, strict=True)
     for plain, copied, (more_mib, less_mib) in records:
-        spared = plain["live_bytes"] - copied["live_bytes"]
-        assert spared == pytest.approx((more_mib - less_mib) * 2**20, rel=0.05)
+        saved_bytes = plain["live_bytes"] - copied["live_bytes"]
+        assert saved_bytes == pytest.approx((more_mib - less_mib) * 2**20, rel=0.05)
         assert copied["left_bytes"] <= plain["left_bytes"] + 4096
 
 
@@ -186,14 +190,14 @@ def test_schedule_file_with_invalid_copies_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "waits.csv"
     file.write_text(schedule.to_csv())
     assert resolve_schedule(Options(str(file)), 2).from_file is not None
-    for old, new, said in (
+    for old, new, message in (
         ("R1.2,H1.2,", "", "D1.2 on device 1 has no R1.2"),
         ("H1.2,", "", "D1.2 on device 1 has no H1.2"),
         ("F1.2,D1.2", "D1.2,F1.2", "D1.2 runs before F1.2 on device 1, .*: D needs its result"),
     ):
         assert old in schedule.to_csv()
         file.write_text(schedule.to_csv().replace(old, new))
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             resolve_schedule(Options(str(file)), 2)
 
 
@@ -242,7 +246,7 @@ def test_schedule_file_beyond_the_host_memory_limit(
 
 
 @pytest.mark.parametrize(
-    ("name", "limit_gib", "said"),
+    ("name", "limit_gib", "message"),
     [
         ("v-half", 1.0, "--pipeline-host-memory-limit requires --pipeline-schedule auto, or a sch"),
         ("auto", -1.0, "--pipeline-host-memory-limit -1 is not a number of GiB above 0"),
@@ -255,13 +259,13 @@ def test_schedule_file_beyond_the_host_memory_limit(
     ],
 )
 def test_invalid_host_memory_limits_are_rejected(
-    tmp_path: Path, name: str, limit_gib: float, said: str
+    tmp_path: Path, name: str, limit_gib: float, message: str
 ) -> None:
     if name == "file":
         name = str(tmp_path / "schedule.json")
         Path(name).write_text(with_offloads(make("v-half", 2, 8)).to_json())
     options = Options(name, 60.0, str(costs_of_copies(tmp_path)), None, limit_gib)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         resolve_schedule(options, 2)
 
 

@@ -9,7 +9,10 @@ def beside_shared_experts(rank: int) -> list[list[str]]:
     cpu.install()
     from mcore.offload_beside import wrong_beside_shared_experts
 
-    return [wrong_beside_shared_experts(rank, leaves_alone) for leaves_alone in (True, False)]
+    return [
+        wrong_beside_shared_experts(rank, skips_other_streams)
+        for skips_other_streams in (True, False)
+    ]
 
 
 def test_tensors_read_by_another_stream_in_b_are_not_reused() -> None:
@@ -18,6 +21,6 @@ def test_tensors_read_by_another_stream_in_b_are_not_reused() -> None:
     Made large again on the stream that computes, what they have saved is handed out while they
     still read it.
     """
-    for package_faults, careless in run_ranks(2, beside_shared_experts, timeout_s=120):
+    for package_faults, faults_without_skip in run_ranks(2, beside_shared_experts, timeout_s=120):
         assert package_faults == []
-        assert set(careless) == {"memory of main goes while stream 1 may use it"}
+        assert set(faults_without_skip) == {"memory of main goes while stream 1 may use it"}

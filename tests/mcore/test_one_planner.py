@@ -106,8 +106,8 @@ def test_all_ranks_report_a_planner_failure() -> None:
 
     planner_error, *other_errors = sentences(plan)
     assert planner_error.startswith("ValueError: no such pass")
-    said = "rank 0, which plans for all ranks, failed at it: ValueError: no such pass"
-    assert other_errors == [f"ScheduleError: {said}"] * 2
+    message = "rank 0, which plans for all ranks, failed at it: ValueError: no such pass"
+    assert other_errors == [f"ScheduleError: {message}"] * 2
 
 
 def test_waiting_for_a_plan_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,19 +134,19 @@ def meet(rank: int, port: int, fails: bool) -> list[str]:
     dist.destroy_process_group()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    once, said = RankZeroPlanner("a run", 100.0), []
+    planner, reports = RankZeroPlanner("a run", 100.0), []
 
     def ask(text: str) -> None:
         def plan() -> str:
-            said.append("plans")
+            reports.append("plans")
             if fails:
                 raise ScheduleError(f"no {text}")
             return text
 
         try:
-            said.append(once(plan))
+            reports.append(planner(plan))
         except ScheduleError as error:
-            said.append(str(error))
+            reports.append(str(error))
 
     ask("layers")
     ask("order")
@@ -154,7 +154,7 @@ def meet(rank: int, port: int, fails: bool) -> list[str]:
     dist.init_process_group("gloo")
     ask("ramp-up")
     dist.barrier()
-    return said
+    return reports
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["planned", "failed"])

@@ -74,21 +74,21 @@ def test_flag_keyword_and_variable_set_the_same_option(name: str) -> None:
     ("name", "value"), [(name, option_value) for name in NONE for option_value in NONE[name]]
 )
 def test_invalid_values_have_the_same_error(name: str, value: Any) -> None:
-    said = f" is not {OPTIONS[name].values.wants}"
+    message = f" is not {OPTIONS[name].values.wants}"
     with pytest.raises(
-        UnsupportedError, match=f"^{OPTIONS[name].flag or name} .*{re.escape(said)}$"
+        UnsupportedError, match=f"^{OPTIONS[name].flag or name} .*{re.escape(message)}$"
     ):
         Options(**{"schedule": "v-zb"} | {name: value}).check()
-    with pytest.raises(UnsupportedError, match=f"^{name} .*{re.escape(said)}$"):
+    with pytest.raises(UnsupportedError, match=f"^{name} .*{re.escape(message)}$"):
         options_from({"schedule": "v-zb"} | {name: value})
 
 
 @pytest.mark.parametrize("name", ["timeout_seconds", "profile_steps", "vocab_parallel", "slices"])
 def test_invalid_texts_have_the_same_error(name: str) -> None:
-    said = re.escape(f"'x' is not {OPTIONS[name].values.wants}")
-    with pytest.raises(ArgumentTypeError, match=said):
+    message = re.escape(f"'x' is not {OPTIONS[name].values.wants}")
+    with pytest.raises(ArgumentTypeError, match=message):
         OPTIONS[name].values.of_text("x")
-    with pytest.raises(ValueError, match=f"{name} {said}"):
+    with pytest.raises(ValueError, match=f"{name} {message}"):
         options_in(f"{name}=x")
 
 

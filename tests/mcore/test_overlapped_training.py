@@ -66,9 +66,13 @@ def same_bits(package_run: Ended, baseline_run: Ended) -> None:
     for key in ("losses", "grad_norms", "evaluations"):
         assert package_run.record[key] == baseline_run.record[key]
     for key in ("gradients", "parameters"):
-        mine, yours = package_run.by_place(key), baseline_run.by_place(key)
-        assert mine.keys() == yours.keys()
-        assert [name for name in mine if not torch.equal(mine[name], yours[name])] == []
+        package_tensors, baseline_tensors = package_run.by_place(key), baseline_run.by_place(key)
+        assert package_tensors.keys() == baseline_tensors.keys()
+        assert [
+            name
+            for name in package_tensors
+            if not torch.equal(package_tensors[name], baseline_tensors[name])
+        ] == []
 
 
 CASES = {
@@ -94,11 +98,11 @@ def test_overlapped_passes_give_bitwise_equal_training(
     train: Train, tmp_path: Path, case: str
 ) -> None:
     ranks, name, full_backward, options = CASES[case]
-    overlapped, apart = files(tmp_path, name, 2, full_backward)
+    overlapped, sequential = files(tmp_path, name, 2, full_backward)
     flags = (*STEPS, *SIZE, *options.split(), *OVERLAPPED)
     package_run = train(ranks, "--pipeline-schedule", overlapped, *flags)
     plain = (*STEPS, *SIZE, *options.split(), "--bf16")
-    same_bits(package_run, train(ranks, "--pipeline-schedule", apart, *plain))
+    same_bits(package_run, train(ranks, "--pipeline-schedule", sequential, *plain))
     assert_equal(package_run, train(ranks, "--pipeline-schedule", "1f1b", *plain), bf16=True)
 
 
@@ -126,11 +130,11 @@ def test_named_and_planned_schedules_with_overlapped_passes(train: Train, chosen
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["v-zb", "v-half", "interleaved-1f1b"])
 def test_overlapped_passes_on_more_ranks(train: Train, tmp_path: Path, name: str) -> None:
-    overlapped, apart = files(tmp_path, name, 4)
+    overlapped, sequential = files(tmp_path, name, 4)
     size = ("--pipeline-model-parallel-size", "4", "--global-batch-size", "16")
     flags = (*size, *EXPERT_PARALLEL.split())
     package_run = train(8, "--pipeline-schedule", overlapped, *STEPS, *flags, *OVERLAPPED)
-    same_bits(package_run, train(8, "--pipeline-schedule", apart, *STEPS, *flags, "--bf16"))
+    same_bits(package_run, train(8, "--pipeline-schedule", sequential, *STEPS, *flags, "--bf16"))
     megatron_run = train(8, "--pipeline-schedule", "1f1b", *STEPS, *flags, "--bf16")
     assert_equal(package_run, megatron_run, bf16=True)
 
@@ -139,9 +143,9 @@ def test_overlapped_passes_on_more_ranks(train: Train, tmp_path: Path, name: str
 def test_looping_schedule_with_four_stages_per_rank(train: Train, tmp_path: Path) -> None:
     published = make("overlapped-interleaved-1f1b", 2, 8, num_chunks=4)
     assert len(published.overlapped) > 16
-    overlapped, apart = written(tmp_path, published)
+    overlapped, sequential = written(tmp_path, published)
     flags = (*STEPS, *SIZE, *EXPERT_PARALLEL.split())
     package_run = train(4, "--pipeline-schedule", overlapped, *flags, *OVERLAPPED)
-    same_bits(package_run, train(4, "--pipeline-schedule", apart, *flags, "--bf16"))
+    same_bits(package_run, train(4, "--pipeline-schedule", sequential, *flags, "--bf16"))
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags, "--bf16")
     assert_equal(package_run, megatron_run, bf16=True)

@@ -28,8 +28,8 @@ DATA_PARALLEL = (
 def equal_to_the_bit(first: Any, second: Any) -> bool:
     """Return whether two nests are equal to the last bit, NaN included."""
     if isinstance(first, torch.Tensor):
-        alike = first.dtype == second.dtype and first.shape == second.shape
-        return alike and torch.equal(bits(first), bits(second))
+        is_same_type = first.dtype == second.dtype and first.shape == second.shape
+        return is_same_type and torch.equal(bits(first), bits(second))
     if isinstance(first, dict):
         return first.keys() == second.keys() and all(
             equal_to_the_bit(first[key], second[key]) for key in first
@@ -255,10 +255,12 @@ def test_evaluation_and_saving_see_a_validated_state(lab: Lab, tmp_path: Path) -
 
 
 def test_schedule_without_gain_logs_one_line(farm: Farm) -> None:
-    said = "--optimizer-post-validation gains nothing with --log-interval 1: an iteration that is "
+    message = (
+        "--optimizer-post-validation gains nothing with --log-interval 1: an iteration that is "
+    )
     all_schedules, other_run = (
         farm.run(4, *V_ZB, POST_VALIDATION, "--log-interval", interval).check()
         for interval in ("1", "2")
     )
-    assert [text.count(said) for text in all_schedules.output] == [1, 0, 0, 0]
-    assert [text.count(said) for text in other_run.output] == [0] * 4
+    assert [text.count(message) for text in all_schedules.output] == [1, 0, 0, 0]
+    assert [text.count(message) for text in other_run.output] == [0] * 4

@@ -216,10 +216,10 @@ def test_recipe_without_number_of_layers_is_not_accepted() -> None:
 def test_all_rejected_options_are_reported() -> None:
     options = DEFAULT_SEARCH | {"num_layers": 18, "use_mup": True, "hybrid_context_parallel": True}
     options |= {"pipeline_vocab_parallel": True, "cuda_graph_impl": "transformer_engine"}
-    whys = said_by_doctor(options)
-    assert len(whys) == len(set(whys)) == 4
+    reasons = said_by_doctor(options)
+    assert len(reasons) == len(set(reasons)) == 4
     for part in ("hybrid-context", "--cuda-graph-impl", "--use-mup", "18 layers do not divide"):
-        assert any(part in why for why in whys)
+        assert any(part in reason for reason in reasons)
 
 
 def test_defaults_equal_megatrons_parser() -> None:
@@ -257,12 +257,12 @@ def test_hybrid_recipes_of_megatron_bridge(schedule: str) -> None:
     assert hybrid == HYBRID_RECIPES.keys()
     for name, verdicts in HYBRID_RECIPES.items():
         report = examine(recipes[name], package_options_of(recipes[name], schedule), defaults={})
-        whys = [obstacle.why for obstacle in report.refused] + [UNKNOWN] * (
+        reasons = [obstacle.why for obstacle in report.refused] + [UNKNOWN] * (
             not report.counts_layers
         )
         verdict = verdicts[schedule == "zb-h1"]
-        assert len(whys) == (verdict is not None), whys
-        assert verdict is None or verdict in whys[0]
+        assert len(reasons) == (verdict is not None), reasons
+        assert verdict is None or verdict in reasons[0]
         if "do not divide" in str(verdict):  # the message recommends auto, which starts
             balanced = recipes[name] | BALANCED
             assert not examine(

@@ -69,12 +69,12 @@ def test_recomputed_layers_have_equal_gradients(train: Train, options: tuple[str
     recomputed, stored = train(4, *flags, *options), train(4, *flags)
     actual, expected = recomputed.merged("gradients"), stored.merged("gradients")
     assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
-    says_so = "backward passes are not split (BW)" in recomputed.output[0]
-    assert says_so == ("full" in options)
-    holds_more = (
+    is_logged = "backward passes are not split (BW)" in recomputed.output[0]
+    assert is_logged == ("full" in options)
+    allocates_more = (
         "recomputes for mlp (--recompute-modules) are stored until W" in recomputed.output[0]
     )
-    assert holds_more == ("mlp" in options)
+    assert allocates_more == ("mlp" in options)
 
 
 def test_full_recompute_with_overlap(train: Train) -> None:

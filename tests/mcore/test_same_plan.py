@@ -27,21 +27,21 @@ from megatron_vshape.runtime.activation_tracker import ActivationTracker
 
 
 def compare_programs(rank: int, names: tuple[str, ...]) -> list[str]:
-    agreement, said = Agreement(), []
+    agreement, errors = Agreement(), []
     for name in (names[0], names[rank]):
         program = lower(make(name, 2, 4))
         try:
             agreement.check(program)
             agreement.check(program)
         except ScheduleError as error:
-            said.append(str(error))
-    return said
+            errors.append(str(error))
+    return errors
 
 
 def test_different_pass_orders_fail_on_all_ranks() -> None:
-    said = run_ranks(3, compare_programs, ("v-half", "v-half", "v-zb"))
-    (text,) = said[0]
-    assert said == [[text]] * 3
+    errors_by_rank = run_ranks(3, compare_programs, ("v-half", "v-half", "v-zb"))
+    (text,) = errors_by_rank[0]
+    assert errors_by_rank == [[text]] * 3
     assert text.startswith("rank 2 has planned another order than rank 0 for 4 microbatches: ")
     assert run_ranks(2, compare_programs, ("v-half", "v-half")) == [[], []]
 
@@ -94,8 +94,8 @@ def compare_what_b_runs(rank: int, shares: tuple[float, ...]) -> str:
 @pytest.mark.slow
 def test_different_wgrad_overlaps_fail_on_all_ranks() -> None:
     assert run_ranks(2, compare_what_b_runs, (0.5, 0.5)) == ["", ""]
-    said = run_ranks(2, compare_what_b_runs, (0.5, 0.25))
-    assert all("rank 1 has planned another order than rank 0" in text for text in said)
+    texts = run_ranks(2, compare_what_b_runs, (0.5, 0.25))
+    assert all("rank 1 has planned another order than rank 0" in text for text in texts)
 
 
 def held_by_all(rank: int) -> list[StaticMemory]:

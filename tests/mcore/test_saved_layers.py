@@ -150,13 +150,13 @@ def test_layers_are_read_from_the_saved_megatron_bridge_config(tmp_path: Path) -
 
 
 def test_error_names_the_different_layers() -> None:
-    here = [[[0], [7, 8, -1]], [[1, 2, 3, 4], [5, 6]]]
+    current_layers = [[[0], [7, 8, -1]], [[1, 2, 3, 4], [5, 6]]]
     with pytest.raises(UnsupportedError) as rejected:
-        check_layers(LOOPING, here, "/folder")
+        check_layers(LOOPING, current_layers, "/folder")
     message = "rank 0 had embedding, 1, 2 | 5, 6 and has embedding | 7, 8, output here"
     assert message in str(rejected.value)
     with pytest.raises(UnsupportedError, match="it has 2 pipeline ranks and this run 1"):
-        check_layers(LOOPING, here[:1], "/folder")
+        check_layers(LOOPING, current_layers[:1], "/folder")
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +174,8 @@ TWO_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 
 def rejected(run: Ended) -> bool:
     message = "does not work with this schedule: the checkpoint was saved with --ckpt-format torch"
-    is_told = [message in text for text in run.output]
-    return run.codes == [1, 1] and is_told == [True, False]
+    is_logged = [message in text for text in run.output]
+    return run.codes == [1, 1] and is_logged == [True, False]
 
 
 def test_same_placement_resumes(farm: Farm, folder: Path) -> None:

@@ -155,9 +155,11 @@ def test_split_gradients_equal_megatron(sequence_parallel: bool) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_all_reduce_overlaps_with_deferred_wgrad(sequence_parallel: bool) -> None:
-    apart = of_two_layers(sequence_parallel, True)
-    together = of_two_layers(sequence_parallel, True, True)
-    for (expected, _, _), (gradients, _, calls) in zip(apart, together, strict=True):
+    separate_results = of_two_layers(sequence_parallel, True)
+    overlapped_results = of_two_layers(sequence_parallel, True, True)
+    for (expected, _, _), (gradients, _, calls) in zip(
+        separate_results, overlapped_results, strict=True
+    ):
         assert gradients == expected  # bitwise
         gather = ["gather"] if sequence_parallel else []
         first = ["sum", "wait", "sum", "wait"]

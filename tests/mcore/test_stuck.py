@@ -16,8 +16,8 @@ def test_a_stalled_forward_is_reported_by_every_rank(farm: Farm) -> None:
     run = farm.run(4, *flags, stall=f"F2.1 {STALL_S}")
     assert run.codes == [1] * 4, run.output
     for rank, text in enumerate(run.output):
-        said = WAITS.search(text)
-        assert said is not None, text[-2000:]
-        assert int(said[1]) == rank
+        match = WAITS.search(text)
+        assert match is not None, text[-2000:]
+        assert int(match[1]) == rank
     message = "F3.1 waits for F2.1 from rank 2 (device 2), and nothing has moved for 4 s"
     assert message in run.output[3]

@@ -82,10 +82,10 @@ def assert_gradients_equal(package_run: Ended, megatron_run: Ended) -> None:
     assert expected.keys() == actual.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(actual[name], gradient, rtol=1e-5, atol=1e-7, msg=str(name))
-    for mine, yours in zip(
+    for package_loss, megatron_loss in zip(
         package_run.record["losses"], megatron_run.record["losses"], strict=True
     ):
-        assert mine == pytest.approx(yours, rel=1e-6)
+        assert package_loss == pytest.approx(megatron_loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("schedule", ["v-half", "v-zb"])
@@ -96,8 +96,8 @@ def assert_gradients_equal(package_run: Ended, megatron_run: Ended) -> None:
 def test_gradients_equal_1f1b(train: Train, model: str, schedule: str) -> None:
     package_run = train(f"--pipeline-schedule {schedule} {MODELS[model]}")
     assert_gradients_equal(package_run, train(f"--pipeline-schedule 1f1b {MODELS[model]}"))
-    says_why = "stay in B, because" in package_run.output[0]
-    assert not says_why, "a linear layer of TE's is not split"
+    is_unsplit = "stay in B, because" in package_run.output[0]
+    assert not is_unsplit, "a linear layer of TE's is not split"
 
 
 @pytest.mark.parametrize("fusion", [UNFUSED, ""], ids=["unfused", "fused"])
@@ -125,9 +125,16 @@ def test_te_adam_and_distributed_optimizer_in_bf16(train: Train) -> None:
         train(f"--pipeline-schedule {schedule} {flags}") for schedule in ("v-half", "1f1b")
     )
     assert package_run.record["losses"] == megatron_run.record["losses"]
-    mine, yours = package_run.by_place("parameters"), megatron_run.by_place("parameters")
-    assert mine.keys() == yours.keys()
-    assert [name for name in yours if not torch.equal(mine[name], yours[name])] == []
+    package_parameters, megatron_parameters = (
+        package_run.by_place("parameters"),
+        megatron_run.by_place("parameters"),
+    )
+    assert package_parameters.keys() == megatron_parameters.keys()
+    assert [
+        name
+        for name in megatron_parameters
+        if not torch.equal(package_parameters[name], megatron_parameters[name])
+    ] == []
     assert any(name.endswith("exp_avg") for name, *_ in package_run.by_place("moments"))
 
 
@@ -143,12 +150,12 @@ def test_slices_equal_unsliced_microbatches_to_rounding(train: Train, model: str
     assert expected.keys() == actual.keys()
     max_difference = 2e-2 if model == "bf16" else 1e-5
     for name, gradient in expected.items():
-        apart = (actual[name] - gradient).abs().max() / gradient.abs().max()
-        assert apart <= max_difference, (name, apart)
-    for mine, yours in zip(
+        difference = (actual[name] - gradient).abs().max() / gradient.abs().max()
+        assert difference <= max_difference, (name, difference)
+    for package_loss, megatron_loss in zip(
         package_run.record["losses"], megatron_run.record["losses"], strict=True
     ):
-        assert mine == pytest.approx(yours, rel=1e-2 if model == "bf16" else 1e-6)
+        assert package_loss == pytest.approx(megatron_loss, rel=1e-2 if model == "bf16" else 1e-6)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("v-half", marks=pytest.mark.slow)])
@@ -161,5 +168,5 @@ def test_slices_accumulate_with_is_first_microbatch(train: Train, schedule: str)
     expected, actual = megatron_run.by_place("gradients"), package_run.by_place("gradients")
     assert expected.keys() == actual.keys()
     for name, gradient in expected.items():
-        apart = (actual[name] - gradient).abs().max() / gradient.abs().max()
-        assert apart <= 1e-5, (name, apart)
+        difference = (actual[name] - gradient).abs().max() / gradient.abs().max()
+        assert difference <= 1e-5, (name, difference)

@@ -48,10 +48,15 @@ def assert_equal_training(
     )
     for evaluation, expected in evaluations:
         assert evaluation["lm loss"] == pytest.approx(expected["lm loss"], rel=loss)
-    mine, yours = package_run.merged("parameters"), megatron_run.merged("parameters")
-    assert mine.keys() == yours.keys()
-    for name in mine:
-        torch.testing.assert_close(mine[name], yours[name], rtol=0, atol=weights, msg=name)
+    package_parameters, megatron_parameters = (
+        package_run.merged("parameters"),
+        megatron_run.merged("parameters"),
+    )
+    assert package_parameters.keys() == megatron_parameters.keys()
+    for name in package_parameters:
+        torch.testing.assert_close(
+            package_parameters[name], megatron_parameters[name], rtol=0, atol=weights, msg=name
+        )
 
 
 @pytest.mark.parametrize("embeddings", [(), (UNTIED,)], ids=["tied", "untied"])
@@ -208,8 +213,14 @@ def test_exported_1f1b_equals_megatron_bitwise(train: Train, tmp_path: Path) -> 
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
     package_run = train(4, "--pipeline-schedule", str(file), *TWO, UNTIED)
     assert losses(package_run) == losses(megatron_run)
-    mine, yours = package_run.merged("gradients"), megatron_run.merged("gradients")
-    assert all(torch.equal(mine[name], yours[name]) for name in yours)
+    package_gradients, megatron_gradients = (
+        package_run.merged("gradients"),
+        megatron_run.merged("gradients"),
+    )
+    assert all(
+        torch.equal(package_gradients[name], megatron_gradients[name])
+        for name in megatron_gradients
+    )
 
 
 REST_OF_THE_CATALOGUE = [

@@ -130,7 +130,7 @@ class TestLayouts:
         assert "an inner stage of the schedule's 4 would have no layers" in notice.said
 
     @pytest.mark.parametrize(
-        ("layout", "said"),
+        ("layout", "message"),
         [
             ("Ettt", "must begin with the embedding and end with the loss"),
             ("ttL", "must begin with the embedding and end with the loss"),
@@ -141,11 +141,11 @@ class TestLayouts:
             ([["embedding", "encoder"], ["decoder"] * 4, ["loss"]], "must begin with the embed"),
         ],
     )
-    def test_invalid_layout_is_rejected(self, layout: Any, said: str) -> None:
+    def test_invalid_layout_is_rejected(self, layout: Any, message: str) -> None:
         options = Namespace(pipeline_model_parallel_layout=layout, num_layers=4)
         with pytest.raises(ScheduleError) as error:
             translate(options, v_shape(2))
-        assert said in str(error.value)
+        assert message in str(error.value)
 
     @pytest.mark.parametrize("layout", ["Et|ttmL", "Et|tt|m|L", [["embedding"], ["mtp", "loss"]]])
     def test_layout_with_another_number_of_mtp_layers_is_rejected(self, layout: Any) -> None:
@@ -249,7 +249,7 @@ class TestFirstAndLastStages:
 
 class TestOtherOptions:
     @pytest.mark.parametrize(
-        ("name", "value", "off", "said"),
+        ("name", "value", "off", "message"),
         [
             ("num_layers_per_virtual_pipeline_stage", 2, None, "defines the chunks per rank"),
             ("num_virtual_stages_per_pipeline_rank", 4, None, "defines the chunks per rank"),
@@ -262,14 +262,14 @@ class TestOtherOptions:
     )
     @pytest.mark.parametrize("kind", [Namespace, SimpleNamespace])
     def test_options_of_megatron_schedules_are_ignored(
-        self, kind: type, name: str, value: Any, off: Any, said: str
+        self, kind: type, name: str, value: Any, off: Any, message: str
     ) -> None:
         options = kind(num_layers=8, **{name: value})
         translated = translate(options, v_shape(4))
         (notice,) = translated.notices
         assert str(notice).startswith(name if value is True else f"{name} {value}: ")
         assert notice.outcome == Treatment.SET_ASIDE
-        assert re.search(said, notice.said)
+        assert re.search(message, notice.said)
         assert getattr(options, name) is off
         assert translated.layer_split is None
         assert translate(options, v_shape(4)).notices == ()  # the second call has no notices

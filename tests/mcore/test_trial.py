@@ -192,6 +192,13 @@ def test_pass_order_can_change_in_every_step(farm: Farm, replicas: int) -> None:
     assert len(orders) == 6
     for expected_run in (v_half_run, megatron_run):
         assert losses(mixed_run) == losses(expected_run)
-        mine, yours = mixed_run.merged("parameters"), expected_run.merged("parameters")
-        assert mine.keys() == yours.keys()
-        assert [name for name in mine if not torch.equal(mine[name], yours[name])] == []
+        mixed_parameters, expected_parameters = (
+            mixed_run.merged("parameters"),
+            expected_run.merged("parameters"),
+        )
+        assert mixed_parameters.keys() == expected_parameters.keys()
+        assert [
+            name
+            for name in mixed_parameters
+            if not torch.equal(mixed_parameters[name], expected_parameters[name])
+        ] == []

@@ -133,8 +133,14 @@ def test_reordered_training_equals_1f1b(
     assert_equal_training(package_run, megatron_run, loss=1e-5, grad_norm=1e-4, weights=1e-4)
     if keep_order:
         assert losses(package_run) == losses(megatron_run)
-        mine, yours = package_run.merged("parameters"), megatron_run.merged("parameters")
-        assert all(torch.equal(mine[name], yours[name]) for name in mine)
+        package_parameters, megatron_parameters = (
+            package_run.merged("parameters"),
+            megatron_run.merged("parameters"),
+        )
+        assert all(
+            torch.equal(package_parameters[name], megatron_parameters[name])
+            for name in package_parameters
+        )
     assert ("microbatches reordered" in package_run.output[0]) != bool(keep_order)
 
 
@@ -148,9 +154,15 @@ def test_log_probabilities_are_returned_in_data_order(farm: Farm, tmp_path: Path
     costs = {"costs_file": str(file)}
     package_run = run_library(farm, folder, "verl", "auto", options=costs, ranks=2, **run_options)
     assert_equal_results(package_run, plain)
-    mine, stock = (next(filter(any, run.received_lengths)) for run in (package_run, plain))
-    assert [mine[index] != stock[index] for index in range(3)] == [True, False, True]
-    assert [*map(sorted, mine)] == [*map(sorted, stock)]
+    package_lengths, megatron_lengths = (
+        next(filter(any, run.received_lengths)) for run in (package_run, plain)
+    )
+    assert [package_lengths[index] != megatron_lengths[index] for index in range(3)] == [
+        True,
+        False,
+        True,
+    ]
+    assert [*map(sorted, package_lengths)] == [*map(sorted, megatron_lengths)]
     assert list(map(len, package_run.logit_results)) == [8, 4, 8]
     for package_results, megatron_results in zip(
         sum(package_run.logit_results, []), sum(plain.logit_results, []), strict=True
@@ -170,8 +182,10 @@ def test_active_dropout_prevents_reordering(farm: Farm, tmp_path: Path) -> None:
     plain = run_library(farm, folder, "verl", None, ranks=2)
     package_run = run_library(farm, folder, "verl", "auto", options=options, ranks=2, drops_out=1)
     assert_equal_results(package_run, plain)
-    mine, stock = (next(filter(any, run.received_lengths)) for run in (package_run, plain))
-    assert mine == stock
+    package_lengths, megatron_lengths = (
+        next(filter(any, run.received_lengths)) for run in (package_run, plain)
+    )
+    assert package_lengths == megatron_lengths
 
 
 def test_stored_logits_prevent_reordering() -> None:
@@ -217,10 +231,15 @@ def assert_equal_places(package_run: Ended, megatron_run: Ended) -> None:
         package_run.record["evaluations"], megatron_run.record["evaluations"], strict=True
     ):
         assert evaluation["lm loss"] == pytest.approx(expected["lm loss"], rel=1e-5)
-    mine, yours = package_run.by_place("parameters"), megatron_run.by_place("parameters")
-    assert mine.keys() == yours.keys()
-    for name in mine:
-        torch.testing.assert_close(mine[name], yours[name], rtol=0, atol=1e-4, msg=str(name))
+    package_parameters, megatron_parameters = (
+        package_run.by_place("parameters"),
+        megatron_run.by_place("parameters"),
+    )
+    assert package_parameters.keys() == megatron_parameters.keys()
+    for name in package_parameters:
+        torch.testing.assert_close(
+            package_parameters[name], megatron_parameters[name], rtol=0, atol=1e-4, msg=str(name)
+        )
 
 
 @pytest.mark.parametrize("parallelism", OVERLAPPED)

@@ -61,10 +61,15 @@ FAST = 4
 
 
 def assert_equal_gradients(package_run: Ended, megatron_run: Ended, rtol: float = 1e-4) -> None:
-    mine, yours = package_run.merged("gradients"), megatron_run.merged("gradients")
-    assert mine.keys() == yours.keys()
-    for name, expected in yours.items():
-        torch.testing.assert_close(mine[name], expected, rtol=rtol, atol=1e-7, msg=name)
+    package_gradients, megatron_gradients = (
+        package_run.merged("gradients"),
+        megatron_run.merged("gradients"),
+    )
+    assert package_gradients.keys() == megatron_gradients.keys()
+    for name, expected in megatron_gradients.items():
+        torch.testing.assert_close(
+            package_gradients[name], expected, rtol=rtol, atol=1e-7, msg=name
+        )
 
 
 @pytest.mark.parametrize(
@@ -129,10 +134,12 @@ def test_vocabulary_parallelism_with_other_parallelism(
     for key, tolerance in ("gradients", 1e-6), ("parameters", WEIGHTS):
         if key == "gradients" and OVERLAP in flags:
             continue  # each rank has reduced a part only
-        mine, yours = package_run.whole(key), megatron_run.whole(key)
-        assert mine.keys() == yours.keys()
-        for name, expected in yours.items():
-            torch.testing.assert_close(mine[name], expected, rtol=0, atol=tolerance, msg=name)
+        package_tensors, megatron_tensors = package_run.whole(key), megatron_run.whole(key)
+        assert package_tensors.keys() == megatron_tensors.keys()
+        for name, expected in megatron_tensors.items():
+            torch.testing.assert_close(
+                package_tensors[name], expected, rtol=0, atol=tolerance, msg=name
+            )
 
 
 @pytest.mark.parametrize(
@@ -146,9 +153,14 @@ def test_training_in_16_bits(train: Train, precision: str) -> None:
     package_run = train(2, "--pipeline-schedule", "v-half", SHARED, *common)
     assert relative(losses(package_run), losses(megatron_run)) <= 1e-4
     assert relative(package_run.record["grad_norms"], megatron_run.record["grad_norms"]) <= 1e-2
-    mine, yours = package_run.merged("gradients"), megatron_run.merged("gradients")
+    package_gradients, megatron_gradients = (
+        package_run.merged("gradients"),
+        megatron_run.merged("gradients"),
+    )
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        error = (mine[name] - yours[name]).norm() / yours[name].norm()
+        error = (package_gradients[name] - megatron_gradients[name]).norm() / megatron_gradients[
+            name
+        ].norm()
         assert error <= 1e-2, name
 
 

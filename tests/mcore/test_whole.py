@@ -105,9 +105,9 @@ def test_unsupported_options_are_rejected(option: dict[str, Any], text: str) -> 
     args: Any = SimpleNamespace(**({"transformer_impl": "local"} | option))
     with pytest.raises(UnsupportedError) as refused:
         check_arguments(args, "v-half", V)
-    said = str(refused.value)
-    assert said.startswith(f"--pipeline-schedule v-half does not work with {text}")
-    assert "\n" not in said
+    message = str(refused.value)
+    assert message.startswith(f"--pipeline-schedule v-half does not work with {text}")
+    assert "\n" not in message
 
 
 def test_megatron_rl_requires_one_chunk_in_rank_order() -> None:
