@@ -18,8 +18,8 @@ def beside_shared_experts(rank: int) -> list[list[str]]:
 def test_tensors_read_by_another_stream_in_b_are_not_reused() -> None:
     """Shared experts are computed on a separate stream, concurrent with the routed experts.
 
-    Made large again on the stream that computes, what they have saved is handed out while they
-    still read it.
+    If their saved tensors are reloaded on the compute stream, the allocator can reuse the memory
+    while the shared experts still read it.
     """
     for package_faults, faults_without_skip in run_ranks(2, beside_shared_experts, timeout_s=120):
         assert package_faults == []

@@ -35,7 +35,7 @@ def test_plans_are_cached_per_number_of_microbatches() -> None:
 def test_a_new_number_of_microbatches_is_simulated_once(
     kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The proof that a schedule is free of deadlocks also has the times of its plan."""
+    """The simulation that excludes deadlocks also computes the times of the plan."""
     ran: list[object] = []
     run = simulate._Simulation.run
     monkeypatch.setattr(simulate._Simulation, "run", lambda self: (ran.append(self), run(self))[1])

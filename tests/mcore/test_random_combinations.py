@@ -11,7 +11,7 @@ from mcore.test_training import losses, relative
 
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
-POOLS: Sequence[tuple[int, Sequence[str]]] = (  # how many of each are drawn at most
+POOLS: Sequence[tuple[int, Sequence[str]]] = (  # maximum number of drawn options per pool
     (1, ("v-half", "v-min", "v-zb", "zb-h1", "zb-h2", "v-half+", "1f1b-v", "v-two-thirds")),
     (
         1,

@@ -39,7 +39,7 @@ def test_bucket_is_reduced_in_the_w_that_completes_it(
     # Megatron makes many buckets of a rank's first chunk and one of the others.
     assert places[0].keys() == {f"W0.{LAST}", f"W3.{LAST}"}
     assert places[0][f"W0.{LAST}"] >= 3
-    # Without overlap all are reduced when every pass has run.
+    # Without overlap, all buckets are reduced after the last pass.
     assert {where for _, where, _ in unoverlapped.records[0]["reductions"]} == {None}
 
 
@@ -64,7 +64,7 @@ RECOMPUTE = {
 @pytest.mark.parametrize("options", RECOMPUTE.values(), ids=RECOMPUTE)
 def test_recomputed_layers_have_equal_gradients(train: Train, options: tuple[str, ...]) -> None:
     flags = ("--pipeline-schedule", "v-half", "--clip-grad", "0", "--train-iters", "2", UNTIED)
-    # Megatron 0.19 never ends a recomputed MLP with a bias, under its own schedules either.
+    # Megatron 0.19 hangs in a recomputed MLP with a bias, under Megatron's schedules too.
     flags += ("--disable-bias-linear",)
     recomputed, stored = train(4, *flags, *options), train(4, *flags)
     actual, expected = recomputed.merged("gradients"), stored.merged("gradients")

@@ -39,6 +39,6 @@ def test_sigterm_during_a_step_saves_and_ends_all_ranks(
 
 
 def test_data_loaders_and_send_threads_end_with_the_trainer(farm: Farm) -> None:
-    # The processes ignore SIGTERM then, so a trainer that leaves them waits and never ends.
+    # Loader processes then ignore SIGTERM, so a trainer that does not stop them hangs at exit.
     flags = ("--pipeline-schedule", "v-half", "--num-workers", "1", "--exit-signal-handler")
     farm.run(2, *flags, plugin=Path(__file__).parent / "started_for_training.py").check()

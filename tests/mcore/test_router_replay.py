@@ -134,7 +134,7 @@ def compare(package_ranks: list[dict[str, Any]], megatron_ranks: list[dict[str, 
     )
     for name, value in megatron_gradients.items():
         gradient = package_gradients.get(name)
-        if gradient is None:  # its rows are on several ranks
+        if gradient is None:  # its rows are distributed over ranks
             parts = sorted(
                 part_name for part_name in package_gradients if part_name.startswith(f"{name}@")
             )

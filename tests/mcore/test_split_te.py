@@ -1,4 +1,4 @@
-"""The Transformer Engine adapter, on layers that speak TE's protocol (see fake_te)."""
+"""The Transformer Engine adapter, on layers that implement TE's protocol (see fake_te)."""
 
 import functools
 import itertools
@@ -269,7 +269,7 @@ def test_unsplit_layer_accumulates_in_any_order(kind: str) -> None:
 
 class Renamed(fake_te.WeightGradStore):
     def put(self, tensors: list[Any], gemm: Any) -> None:
-        """Have other parameters than TE's."""
+        """Store nothing; the parameters differ from TE's."""
 
 
 class Without(fake_te.WeightGradStore):

@@ -42,7 +42,7 @@ MODELS = {
     "hybrid": "--hybrid-layer-pattern *-*-*-*-",
     "experts": f"{TWO_BY_TWO} {EXPERTS} --expert-model-parallel-size 2",
     "latent attention": LATENT,
-    # Megatron 0.19 never ends a recomputed MLP with a bias, under its own schedules either.
+    # Megatron 0.19 hangs in a recomputed MLP with a bias, under Megatron's schedules too.
     "selective recompute": (
         "--recompute-granularity selective --recompute-modules mlp layernorm --disable-bias-linear"
     ),
