@@ -17,11 +17,11 @@ from forked import run_cases  # noqa: E402
 LENGTH = 128
 
 
-def dataset_of(given: SimpleNamespace) -> Any:
+def dataset_of(case: SimpleNamespace) -> Any:
     """Return what is trained on: random tokens, or dialogues as Bridge's SFT reads them."""
     from megatron.bridge.training import config as c
 
-    if not given.pretrained:
+    if not case.pretrained:
         plain = dict.fromkeys(
             ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), False
         )
@@ -30,11 +30,9 @@ def dataset_of(given: SimpleNamespace) -> Any:
         return c.MockGPTDatasetConfig(**plain, **workers, **sizes)
     from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
 
-    folder = Path(given.folder) / "data"
+    folder = Path(case.folder) / "data"
     folder.mkdir(exist_ok=True)
-    lines = [
-        json.loads(line)["messages"] for line in Path(given.dialogues).read_text().splitlines()
-    ]
+    lines = [json.loads(line)["messages"] for line in Path(case.dialogues).read_text().splitlines()]
     for name in ("training", "validation", "test"):
         pairs = [{"input": ask["content"], "output": say["content"]} for ask, say in lines]
         text = "".join(json.dumps(pair) + "\n" for pair in pairs)
@@ -51,15 +49,15 @@ def dataset_of(given: SimpleNamespace) -> Any:
     )
 
 
-def configuration(given: SimpleNamespace, bridge: Any) -> Any:
+def configuration(case: SimpleNamespace, bridge: Any) -> Any:
     """Return Bridge's configuration, with the provider that its own bridge makes of the model."""
     import torch
     from megatron.bridge.training import config as c
 
     fusions = "gradient_accumulation masked_softmax bias_activation bias_dropout apply_rope"
-    model = bridge.to_megatron_provider(load_weights=not given.pretrained)
-    settings = {f"{each}_fusion": False for each in fusions.split()} | {
-        "pipeline_model_parallel_size": given.pipeline,
+    model = bridge.to_megatron_provider(load_weights=not case.pretrained)
+    settings = {f"{fusion}_fusion": False for fusion in fusions.split()} | {
+        "pipeline_model_parallel_size": case.pipeline,
         "pipeline_dtype": torch.float32,
         "params_dtype": torch.float32,
         "persist_layer_norm": False,
@@ -89,19 +87,19 @@ def configuration(given: SimpleNamespace, bridge: Any) -> Any:
             overlap_grad_reduce=False, overlap_param_gather=False, **sharded
         ),
         dist=c.DistributedInitConfig(distributed_backend="gloo"),
-        dataset=dataset_of(given),
+        dataset=dataset_of(case),
         tokenizer=c.TokenizerConfig(
-            tokenizer_type="HuggingFaceTokenizer", tokenizer_model=given.model
+            tokenizer_type="HuggingFaceTokenizer", tokenizer_model=case.model
         ),
         logger=c.LoggerConfig(log_interval=1, tensorboard_dir=None),
         checkpoint=c.CheckpointConfig(
-            save=given.saves_in, save_interval=3, pretrained_checkpoint=given.pretrained
+            save=case.saves_in, save_interval=3, pretrained_checkpoint=case.pretrained
         ),
         rng=c.RNGConfig(seed=1234),
     )
 
 
-def main(given: SimpleNamespace) -> dict[str, Any]:
+def main(case: SimpleNamespace) -> dict[str, Any]:
     """Return the losses and evaluations that this rank reads, and what was exported."""
     import torch.distributed as dist
     from megatron.bridge import AutoBridge
@@ -111,19 +109,19 @@ def main(given: SimpleNamespace) -> dict[str, Any]:
     from megatron.bridge.training.pretrain import pretrain
     from safetensors.torch import load_file
 
-    bridge = AutoBridge.from_hf_pretrained(given.model)
-    kept: dict[str, Any] = {"logged": [], "evaluations": [], "chunks": 0}
-    exported = Path(given.folder) / "exported"
+    bridge = AutoBridge.from_hf_pretrained(case.model)
+    record: dict[str, Any] = {"logged": [], "evaluations": [], "chunks": 0}
+    exported = Path(case.folder) / "exported"
 
     def step_ended(context: Any) -> None:
         if context.loss_dict:
             norm = float(context.grad_norm)
-            kept["logged"].append([context.loss_dict["lm loss"].item(), norm])
-        kept["chunks"] = len(context.model)
+            record["logged"].append([context.loss_dict["lm loss"].item(), norm])
+        record["chunks"] = len(context.model)
 
     def evaluation_ended(context: Any) -> None:
         if context.total_loss_dict:
-            kept["evaluations"].append(float(context.total_loss_dict["lm loss"]))
+            record["evaluations"].append(float(context.total_loss_dict["lm loss"]))
 
     def training_ended(context: Any) -> None:
         bridge.save_hf_pretrained(context.model, exported, show_progress=False)
@@ -132,13 +130,15 @@ def main(given: SimpleNamespace) -> dict[str, Any]:
     callbacks.register("on_train_step_end", step_ended)
     callbacks.register("on_eval_end", evaluation_ended)
     callbacks.register("on_train_end", training_ended)
-    start = finetune if given.pretrained else pretrain
+    start = finetune if case.pretrained else pretrain
     dist.init_process_group("gloo")
-    start(configuration(given, bridge), forward_step, callbacks=callbacks)
+    start(configuration(case, bridge), forward_step, callbacks=callbacks)
     if int(os.environ["RANK"]) == 0:
         files = sorted(exported.glob("*.safetensors"))
-        kept["exported"] = {key: each for file in files for key, each in load_file(file).items()}
-    return kept
+        record["exported"] = {
+            key: weight for file in files for key, weight in load_file(file).items()
+        }
+    return record
 
 
 if __name__ == "__main__":

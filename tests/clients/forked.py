@@ -28,10 +28,10 @@ def run_cases(main: Callable[[SimpleNamespace], dict[str, Any]], **defaults: Any
         if child:
             os.waitpid(child, 0)
             continue
-        own = folder / case["name"]
-        says = os.open(own / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(says, 1)
-        os.dup2(says, 2)
+        case_folder = folder / case["name"]
+        output_file = os.open(case_folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output_file, 1)
+        os.dup2(output_file, 2)
         # Each case meets elsewhere: the launcher's store has the names of the case before.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1 + number)
@@ -40,10 +40,10 @@ def run_cases(main: Callable[[SimpleNamespace], dict[str, Any]], **defaults: Any
         faulthandler.dump_traceback_later(LIMIT_S, exit=True)
         try:
             _register(case["variable"])
-            kept = main(SimpleNamespace(**(defaults | case | {"folder": str(own)})))
+            record = main(SimpleNamespace(**(defaults | case | {"folder": str(case_folder)})))
             import torch
 
-            torch.save(kept, own / f"{os.environ['RANK']}.pt")
+            torch.save(record, case_folder / f"{os.environ['RANK']}.pt")
             code = 0
         except BaseException:
             traceback.print_exc()

@@ -38,11 +38,14 @@ CHECKOUTS = {"slime": "SLIME", "nemo_rl": "NEMO_RL", "roll": "ROLL"}
 
 def matrix(shapes: Iterable[str]) -> list[tuple[str, str]]:
     """Return all schedules for the first of a library's shapes, and V-Half for each other."""
-    first, *others = shapes
-    return [*((first, schedule) for schedule in SCHEDULES), *((each, "v-half") for each in others)]
+    first, *other_shapes = shapes
+    return [
+        *((first, schedule) for schedule in SCHEDULES),
+        *((shape, "v-half") for shape in other_shapes),
+    ]
 
 
-def most_of(schedule: str) -> float:
+def tolerance_of(schedule: str) -> float:
     """Return by how much results may differ in three steps.
 
     Sums do with a shared vocabulary, and where `auto` puts microbatches of unlike lengths in
@@ -52,7 +55,7 @@ def most_of(schedule: str) -> float:
 
 
 Case = Mapping[str, Any]
-Kept = list[dict[str, Any]]
+RankRecords = list[dict[str, Any]]
 
 
 def python_of(library: str) -> Path:
@@ -69,11 +72,11 @@ def python_of(library: str) -> Path:
 def checkout_of(library: str) -> str:
     """Return the checkout of a library that no index has; skips the tests where there is none."""
     variable = CHECKOUTS[library]
-    found = os.environ.get(variable, str(ENVIRONMENTS / f"{library}-checkout"))
-    if not Path(found, library).is_dir():
-        told = f"needs a checkout of it: {variable}=CHECKOUT bash scripts/test.sh --nightly"
-        pytest.skip(told, allow_module_level=True)
-    return found
+    checkout = os.environ.get(variable, str(ENVIRONMENTS / f"{library}-checkout"))
+    if not Path(checkout, library).is_dir():
+        message = f"needs a checkout of it: {variable}=CHECKOUT bash scripts/test.sh --nightly"
+        pytest.skip(message, allow_module_level=True)
+    return checkout
 
 
 class Runs:
@@ -82,36 +85,42 @@ class Runs:
     def __init__(self, library: str, folder: Path, output: str) -> None:
         self.library, self.folder, self.output = library, folder, output
 
-    def of(self, case: str) -> Kept:
+    def records_of(self, case: str) -> RankRecords:
         """Return what each rank has kept of a case; raises with what was said where it failed."""
         files = [self.folder / case / f"{rank}.pt" for rank in range(RANKS)]
         if not all(file.exists() for file in files):
-            said = self.folder / case / "said"
-            raise AssertionError(said.read_text()[-6000:] if said.exists() else self.output[-6000:])
+            output_file = self.folder / case / "said"
+            raise AssertionError(
+                output_file.read_text()[-6000:] if output_file.exists() else self.output[-6000:]
+            )
         return [torch.load(file, weights_only=False) for file in files]
 
-    def said(self, case: str) -> str:
+    def output_of(self, case: str) -> str:
         """Return what all ranks have written of a case."""
         return (self.folder / case / "said").read_text()
 
-    def compare(self, case: str, plain: str, most: float = 2e-6) -> None:
+    def compare(self, case: str, plain: str, tolerance: float = 2e-6) -> None:
         """Print how far a case is from another, and raise where that is too far on any rank."""
-        ours, theirs = self.of(case), self.of(plain)
-        found: dict[str, float] = {}
-        for own, other in zip(ours, theirs, strict=True):
-            for key in own:
+        records, baseline_records = self.records_of(case), self.records_of(plain)
+        deviations: dict[str, float] = {}
+        for record, baseline_record in zip(records, baseline_records, strict=True):
+            for key in record:
                 if key not in COUNTS:
-                    off = difference(own[key], other[key], key)
-                    found[key] = max(found.get(key, 0.0), off)
-        told = ", ".join(f"{key} {value:.1e}" for key, value in found.items())
-        print(f"\n| {self.library} | {case} | {told} |")
+                    deviation = difference(record[key], baseline_record[key], key)
+                    deviations[key] = max(deviations.get(key, 0.0), deviation)
+        text = ", ".join(f"{key} {value:.1e}" for key, value in deviations.items())
+        print(f"\n| {self.library} | {case} | {text} |")
         # A step of Adam, of 1e-3, has the sign of a gradient that may be next to 0.
-        weights = 1e-3 if most > 2e-6 else most
-        for key, off in found.items():
-            assert off <= (weights if key in ("weights", "exported") else most), (case, found)
+        weight_tolerance = 1e-3 if tolerance > 2e-6 else tolerance
+        for key, deviation in deviations.items():
+            assert deviation <= (
+                weight_tolerance if key in ("weights", "exported") else tolerance
+            ), (case, deviations)
 
 
-def run(library: str, script: str, folder: Path, cases: Mapping[str, Case], **others: str) -> Runs:
+def run(
+    library: str, script: str, folder: Path, cases: Mapping[str, Case], **variables: str
+) -> Runs:
     """Run a script of this folder on all ranks: each case with its schedule and its options."""
     folder.mkdir(parents=True, exist_ok=True)
     listed = [
@@ -123,10 +132,10 @@ def run(library: str, script: str, folder: Path, cases: Mapping[str, Case], **ot
         (folder / name).mkdir()
     port = str(random.SystemRandom().randrange(10_000, 32_000))
     command = ["-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--master-port", port]
-    given = {key: value for key, value in os.environ.items() if key != "MEGATRON_VSHAPE"}
-    ended = subprocess.run(
+    environment = {key: value for key, value in os.environ.items() if key != "MEGATRON_VSHAPE"}
+    process = subprocess.run(
         [str(python_of(library)), *command, str(HERE / script), str(folder)],
-        env=given
+        env=environment
         | {
             "OMP_NUM_THREADS": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -134,29 +143,29 @@ def run(library: str, script: str, folder: Path, cases: Mapping[str, Case], **ot
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
         }
-        | others,
+        | variables,
         capture_output=True,
         text=True,
         timeout=3000,
     )
     name = script.partition("_on_cpu")[0]  # slime, for one, runs in the environment of verl
-    return Runs(name, folder, ended.stdout + ended.stderr)
+    return Runs(name, folder, process.stdout + process.stderr)
 
 
-def difference(ours: Any, theirs: Any, where: str) -> float:
+def difference(actual: Any, expected: Any, where: str) -> float:
     """Return the largest difference of numbers in two nests of one shape; raises where not."""
-    if isinstance(ours, dict):
-        assert ours.keys() == theirs.keys(), where
-        found = [difference(ours[key], theirs[key], f"{where}.{key}") for key in ours]
-        return max(found, default=0.0)
-    if isinstance(ours, list | tuple):
-        assert len(ours) == len(theirs), where
-        pairs = enumerate(zip(ours, theirs, strict=True))
-        return max((difference(*pair, f"{where}.{at}") for at, pair in pairs), default=0.0)
-    if isinstance(ours, torch.Tensor):
-        assert ours.shape == theirs.shape, where
-        return float((ours.double() - theirs.double()).abs().max()) if ours.numel() else 0.0
-    if isinstance(ours, int | float) and not isinstance(ours, bool):
-        return abs(ours - theirs) / max(1.0, abs(theirs))
-    assert ours == theirs, where
+    if isinstance(actual, dict):
+        assert actual.keys() == expected.keys(), where
+        differences = [difference(actual[key], expected[key], f"{where}.{key}") for key in actual]
+        return max(differences, default=0.0)
+    if isinstance(actual, list | tuple):
+        assert len(actual) == len(expected), where
+        pairs = enumerate(zip(actual, expected, strict=True))
+        return max((difference(*pair, f"{where}.{index}") for index, pair in pairs), default=0.0)
+    if isinstance(actual, torch.Tensor):
+        assert actual.shape == expected.shape, where
+        return float((actual.double() - expected.double()).abs().max()) if actual.numel() else 0.0
+    if isinstance(actual, int | float) and not isinstance(actual, bool):
+        return abs(actual - expected) / max(1.0, abs(expected))
+    assert actual == expected, where
     return 0.0

@@ -29,7 +29,7 @@ ABSENT = (
 )
 
 
-def configuration(given: SimpleNamespace) -> dict[str, Any]:
+def configuration(case: SimpleNamespace) -> dict[str, Any]:
     """Return the policy of NeMo-RL's own example, in small, in 32 bits and without generation."""
     from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
     from omegaconf import OmegaConf
@@ -37,17 +37,17 @@ def configuration(given: SimpleNamespace) -> dict[str, Any]:
     register_omegaconf_resolvers()
     example = f"{os.environ['NEMO_RL']}/examples/configs/grpo_math_1B_megatron.yaml"
     policy = OmegaConf.create(OmegaConf.to_container(load_config(example))).policy
-    whole = OmegaConf.create({"policy": policy})
+    base = OmegaConf.create({"policy": policy})
     sizes = {
-        "model_name": given.model,
+        "model_name": case.model,
         "precision": "float32",
-        "train_global_batch_size": ROWS * 4 // given.pipeline,
+        "train_global_batch_size": ROWS * 4 // case.pipeline,
         "train_micro_batch_size": 1,
         "max_total_sequence_length": LENGTH,
         "generation": None,
-        "draft": {"enabled": given.draft},
+        "draft": {"enabled": case.draft},
         "megatron_cfg": {
-            "pipeline_model_parallel_size": given.pipeline,
+            "pipeline_model_parallel_size": case.pipeline,
             "apply_rope_fusion": False,
             "bias_activation_fusion": False,
             "train_iters": 3,
@@ -61,21 +61,21 @@ def configuration(given: SimpleNamespace) -> dict[str, Any]:
             },
             "scheduler": {"lr_warmup_iters": 0, "lr_warmup_init": 1e-3},
         },
-        "sequence_packing": {"enabled": given.packed},
+        "sequence_packing": {"enabled": case.packed},
     }
-    merged = OmegaConf.merge(whole, {"policy": sizes})
-    found = OmegaConf.to_container(merged, resolve=True)
-    return found["policy"]
+    merged = OmegaConf.merge(base, {"policy": sizes})
+    container = OmegaConf.to_container(merged, resolve=True)
+    return container["policy"]
 
 
-def worker_of(given: SimpleNamespace) -> Any:
+def worker_of(case: SimpleNamespace) -> Any:
     """Return the policy's or the value worker as NeMo-RL's actor is made, on this rank."""
     import numpy
     from megatron.bridge.training import initialize
     from nemo_rl.distributed.named_sharding import NamedSharding
     from transformers import AutoTokenizer
 
-    if given.value:
+    if case.value:
         del sys.modules[POLICY_WORKER]  # an actor has its own worker only
         from nemo_rl.models.value.workers import megatron_value_worker as workers
 
@@ -85,23 +85,23 @@ def worker_of(given: SimpleNamespace) -> Any:
         options = {"init_reference_model": True}
 
     initialize.compile_helpers = lambda: None  # the wheel has them
-    ranks = numpy.arange(int(os.environ["WORLD_SIZE"])).reshape(given.pipeline, -1, 1, 1)
+    ranks = numpy.arange(int(os.environ["WORLD_SIZE"])).reshape(case.pipeline, -1, 1, 1)
     names = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
     return kind(
-        configuration(given),
-        AutoTokenizer.from_pretrained(given.model),
-        weights_path=given.resumes,
-        optimizer_path=given.resumes,
+        configuration(case),
+        AutoTokenizer.from_pretrained(case.model),
+        weights_path=case.resumes,
+        optimizer_path=case.resumes,
         **options,
         worker_sharding_annotations=NamedSharding(layout=ranks, names=names),
     )
 
 
-def batch_of(given: SimpleNamespace, replica: int) -> Any:
+def batch_of(case: SimpleNamespace, replica: int) -> Any:
     """Return a replica's rollouts of unlike lengths, as NeMo-RL's policy shards and packs them."""
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
-    replicas = int(os.environ["WORLD_SIZE"]) // given.pipeline
+    replicas = int(os.environ["WORLD_SIZE"]) // case.pipeline
     rows, generator = ROWS * replicas, torch.Generator().manual_seed(3)
     lengths = torch.randint(LENGTH // 2, LENGTH, (rows,), generator=generator)
     places = torch.arange(LENGTH)[None]
@@ -124,58 +124,58 @@ def batch_of(given: SimpleNamespace, replica: int) -> Any:
         "sequence_length_pad_multiple": 1,
         "microbatch_order": "packer",
     }
-    if not given.packed:
+    if not case.packed:
         return data.shard_by_batch_size(replicas, batch_size=rows)[replica]
     shards, _ = data.shard_by_batch_size(replicas, rows, sequence_packing_args=packing)
     return shards[replica]
 
 
-def main(given: SimpleNamespace) -> dict[str, Any]:
+def main(case: SimpleNamespace) -> dict[str, Any]:
     """Return results as every rank gets them (log-probabilities, losses, norms) and weights."""
     from megatron.core import mpu
     from nemo_rl.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
 
-    os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = str(Path(given.folder).parent / "imported")
-    worker = worker_of(given)
-    if given.value:
-        return learn_values(worker, given)
+    os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = str(Path(case.folder).parent / "imported")
+    worker = worker_of(case)
+    if case.value:
+        return learn_values(worker, case)
     loss = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.1))
-    kept: dict[str, Any] = {"inferred": [], "logged": [], "evaluated": []}
-    kept["chunks"] = len(getattr(worker.model, "chunks", [worker.model]))
-    for _ in range(given.steps):
-        data = batch_of(given, mpu.get_data_parallel_rank())
-        before = worker.get_logprobs(data=data)["logprobs"]
+    record: dict[str, Any] = {"inferred": [], "logged": [], "evaluated": []}
+    record["chunks"] = len(getattr(worker.model, "chunks", [worker.model]))
+    for _ in range(case.steps):
+        data = batch_of(case, mpu.get_data_parallel_rank())
+        log_probs = worker.get_logprobs(data=data)["logprobs"]
         # Of the weights before the first step, which NeMo-RL swaps into the model.
         reference = worker.get_reference_policy_logprobs(data=data)["reference_logprobs"]
-        kept["inferred"].append([before, reference])
-        data["prev_logprobs"] = data["generation_logprobs"] = before
+        record["inferred"].append([log_probs, reference])
+        data["prev_logprobs"] = data["generation_logprobs"] = log_probs
         data["reference_policy_logprobs"] = reference
-        kept["evaluated"].append(worker.train(data, loss, eval_mode=True)["global_loss"])
-        kept["logged"].append(learn(worker, data, loss, given.streams))
-    if given.saves_in:
-        worker.save_checkpoint(given.saves_in, given.saves_in)
+        record["evaluated"].append(worker.train(data, loss, eval_mode=True)["global_loss"])
+        record["logged"].append(learn(worker, data, loss, case.streams))
+    if case.saves_in:
+        worker.save_checkpoint(case.saves_in, case.saves_in)
     if worker.should_disable_forward_pre_hook:
         worker.disable_forward_pre_hook()  # gathers the parameters of the last step
     exported = worker.megatron_bridge.export_hf_weights([worker.model], show_progress=False)
-    kept["weights"] = {name: value.detach().clone() for name, value in exported}
+    record["weights"] = {name: value.detach().clone() for name, value in exported}
     dist.barrier()
-    return kept
+    return record
 
 
-def learn_values(worker: Any, given: SimpleNamespace) -> dict[str, Any]:
+def learn_values(worker: Any, case: SimpleNamespace) -> dict[str, Any]:
     """Return values, losses and norms of a value worker's steps."""
     from megatron.core import mpu
     from nemo_rl.algorithms.loss.loss_functions import MseValueLossConfig, MseValueLossFn
 
     loss = MseValueLossFn(MseValueLossConfig())
-    kept: dict[str, Any] = {"inferred": [], "logged": [], "chunks": 1}
-    for _ in range(given.steps):
-        data = batch_of(given, mpu.get_data_parallel_rank())
-        kept["inferred"].append(worker.get_values(data)["values"])
+    record: dict[str, Any] = {"inferred": [], "logged": [], "chunks": 1}
+    for _ in range(case.steps):
+        data = batch_of(case, mpu.get_data_parallel_rank())
+        record["inferred"].append(worker.get_values(data)["values"])
         data["returns"] = data["advantages"]
         metrics = worker.train(data, loss)
-        kept["logged"].append([metrics["global_loss"], metrics["grad_norm"]])
-    return kept
+        record["logged"].append([metrics["global_loss"], metrics["grad_norm"]])
+    return record
 
 
 def learn(worker: Any, data: Any, loss: Any, streams: bool) -> list[Any]:

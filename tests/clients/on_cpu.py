@@ -33,20 +33,22 @@ def install() -> None:
     sys.path.insert(0, str(ROOT / "tests" / "mcore"))
     import te_on_cpu
 
-    found = importlib.util.find_spec("transformer_engine")
-    te_on_cpu.import_te(str(Path(str(found and found.origin)).parents[1]))
+    spec = importlib.util.find_spec("transformer_engine")
+    te_on_cpu.import_te(str(Path(str(spec and spec.origin)).parents[1]))
     answers = torch.cuda.is_available
     torch.cuda.is_available = lambda: (
         str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0] in TOLD or answers()
     )
-    torch.jit.script = lambda function=None, **options: function or (lambda each: each)
+    torch.jit.script = lambda function=None, **options: function or (lambda compiled: compiled)
     from megatron_vshape.mcore.cpu import is_gpu
 
     move = nn.Module.to
 
     def stay(module: nn.Module, *to: Any, **options: Any) -> nn.Module:
-        to = tuple("cpu" if is_gpu(each) else each for each in to)
-        options = {key: "cpu" if is_gpu(each) else each for key, each in options.items()}
+        to = tuple("cpu" if is_gpu(argument) else argument for argument in to)
+        options = {
+            key: "cpu" if is_gpu(argument) else argument for key, argument in options.items()
+        }
         return move(module, *to, **options)
 
     nn.Module.to = stay
@@ -61,28 +63,32 @@ def replace_attention() -> None:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     class Attention(DotProductAttention):
-        def forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **given: Any):
-            packed = given.pop("packed_seq_params", None)
+        def forward(
+            self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any
+        ):
+            packed = options.pop("packed_seq_params", None)
             if packed is None:
-                given.pop("num_splits", None)
-                if rest and rest[0] is not None and rest[0].dim() == 2:
-                    rest = (None, *rest[1:])  # of the padding, which TE's causal one does not read
-                return super().forward(query, key, value, *rest, **given)
-            one, many = query.shape[0], query.dim() == 4
-            parts = [each.squeeze(1) if many else each for each in (query, key, value)]
+                options.pop("num_splits", None)
+                if arguments and arguments[0] is not None and arguments[0].dim() == 2:
+                    arguments = (None, *arguments[1:])  # padding, which TE's causal mask ignores
+                return super().forward(query, key, value, *arguments, **options)
+            num_tokens, is_batched = query.shape[0], query.dim() == 4
+            parts = [tensor.squeeze(1) if is_batched else tensor for tensor in (query, key, value)]
             repeats = parts[0].shape[1] // parts[1].shape[1]
-            heads = [each.repeat_interleave(repeats, 1) for each in parts[1:]]
+            heads = [tensor.repeat_interleave(repeats, 1) for tensor in parts[1:]]
             bounds = packed.cu_seqlens_q.tolist()
-            bounds += [one] if bounds[-1] < one else []
+            bounds += [num_tokens] if bounds[-1] < num_tokens else []
             attended = []
             for begin, end in zip(bounds, bounds[1:], strict=False):
                 if begin == end:
                     continue
-                own = [each[begin:end].transpose(0, 1) for each in (parts[0], *heads)]
-                made = functional.scaled_dot_product_attention(*own, is_causal=True)
-                attended.append(made.transpose(0, 1))
-            whole = torch.cat(attended).reshape(one, -1)
-            return whole.unsqueeze(1) if many else whole
+                sequence_parts = [
+                    tensor[begin:end].transpose(0, 1) for tensor in (parts[0], *heads)
+                ]
+                output = functional.scaled_dot_product_attention(*sequence_parts, is_causal=True)
+                attended.append(output.transpose(0, 1))
+            attention = torch.cat(attended).reshape(num_tokens, -1)
+            return attention.unsqueeze(1) if is_batched else attention
 
     provider.TESpecProvider.core_attention = lambda self: Attention
 
@@ -95,13 +101,13 @@ def make_model(folder: Path) -> str:
     text = (ROOT / "README.md").read_text()
     marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     bytes_first = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = bytes_first, decoders.ByteLevel()
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = bytes_first, decoders.ByteLevel()
     every = pre_tokenizers.ByteLevel.alphabet()
     learn = trainers.BpeTrainer(vocab_size=320, special_tokens=marks, initial_alphabet=every)
-    made.train_from_iterator([text], learn)
+    bpe.train_from_iterator([text], learn)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made,
+        tokenizer_object=bpe,
         eos_token=marks[2],
         pad_token=marks[0],
         additional_special_tokens=marks,
@@ -142,23 +148,25 @@ def make_data(folder: Path) -> tuple[str, str]:
     random.seed(0)
     words = (ROOT / "README.md").read_text().split()
     plain, paired = folder / "dialogues.jsonl", folder / "preferences.jsonl"
-    with plain.open("w") as one, paired.open("w") as other:
+    with plain.open("w") as plain_file, paired.open("w") as paired_file:
         for _ in range(256):
-            at, length = random.randrange(len(words) - 80), random.randrange(3, 40)
-            asked, said, worse = (
+            start, length = random.randrange(len(words) - 80), random.randrange(3, 40)
+            question, answer, rejected = (
                 " ".join(words[begin:end])
                 for begin, end in (
-                    (at, at + 5),
-                    (at + 5, at + 5 + length),
-                    (at + 20, at + 20 + length // 2 + 1),
+                    (start, start + 5),
+                    (start + 5, start + 5 + length),
+                    (start + 20, start + 20 + length // 2 + 1),
                 )
             )
             messages = [
-                {"role": "user", "content": asked},
-                {"role": "assistant", "content": said},
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
             ]
-            one.write(json.dumps({"messages": messages}) + "\n")
-            other.write(json.dumps({"messages": messages, "rejected_response": worse}) + "\n")
+            plain_file.write(json.dumps({"messages": messages}) + "\n")
+            paired_file.write(
+                json.dumps({"messages": messages, "rejected_response": rejected}) + "\n"
+            )
     return str(plain), str(paired)
 
 

@@ -29,14 +29,14 @@ ABSENT = (
 )
 
 
-def configurations(given: SimpleNamespace) -> tuple[Any, Any]:
+def configurations(case: SimpleNamespace) -> tuple[Any, Any]:
     """Return the role's configuration and the pipeline's, as ROLL reads them of its YAML."""
     from roll.configs import GeneratingArguments, ModelArguments, TrainingArguments
     from roll.configs.worker_config import StrategyArguments, WorkerConfig
     from roll.pipeline.rlvr.rlvr_config import RLVRConfig
 
     strategy = {
-        "pipeline_model_parallel_size": given.pipeline,
+        "pipeline_model_parallel_size": case.pipeline,
         "use_distributed_optimizer": True,
         "transformer_impl": "transformer_engine",
         "additional_configs": {
@@ -45,11 +45,11 @@ def configurations(given: SimpleNamespace) -> tuple[Any, Any]:
             "bias_dropout_fusion": False,
             "persist_layer_norm": False,
         },
-    } | given.strategy
+    } | case.strategy
     role = WorkerConfig(
-        model_args=ModelArguments(model_name_or_path=given.model, dtype="fp32"),
+        model_args=ModelArguments(model_name_or_path=case.model, dtype="fp32"),
         training_args=TrainingArguments(
-            output_dir=given.folder,
+            output_dir=case.folder,
             learning_rate=1e-3,
             lr_scheduler_type="constant",
             max_steps=100,
@@ -60,23 +60,23 @@ def configurations(given: SimpleNamespace) -> tuple[Any, Any]:
         infer_batch_size=TOGETHER,
         device_mapping="list(range(4))",
     )
-    whole = RLVRConfig(
-        pretrain=given.model,
+    pipeline = RLVRConfig(
+        pretrain=case.model,
         sequence_length=LENGTH,
         prompt_length=LENGTH // 2,
-        rollout_batch_size=ROWS * 4 // given.pipeline,
+        rollout_batch_size=ROWS * 4 // case.pipeline,
         actor_train=role,
         actor_infer=WorkerConfig(generating_args=GeneratingArguments()),
         rewards={},
         use_kl_loss=True,
-        output_dir=given.folder,
-        logging_dir=given.folder,
+        output_dir=case.folder,
+        logging_dir=case.folder,
         seed=1,
     )
-    return role, whole
+    return role, pipeline
 
 
-def worker_of(given: SimpleNamespace) -> Any:
+def worker_of(case: SimpleNamespace) -> Any:
     """Return ROLL's actor with its strategy, made of what Ray's environment would tell it."""
     from roll.distributed.executor.worker import RankInfo
     from roll.distributed.strategy.factory import create_strategy
@@ -87,7 +87,7 @@ def worker_of(given: SimpleNamespace) -> Any:
     # Its __init__ asks Ray where the others are, and it measures the memory of a GPU.
     worker = base_worker.ActorWorker.__new__(base_worker.ActorWorker)
     base_worker.state_offload_manger = lambda **_: nullcontext()
-    worker.worker_config, worker.pipeline_config = configurations(given)
+    worker.worker_config, worker.pipeline_config = configurations(case)
     worker.worker_name = worker.cluster_name = "actor_train"
     worker.rank, worker.world_size = rank, size
     worker.rank_info = RankInfo(world_size=size, rank=rank, dp_rank=rank, dp_size=size)
@@ -109,8 +109,8 @@ def rollouts(replica: int) -> Any:
     mask = (places < ends).long()
     ids = torch.randint(3, on_cpu.VOCABULARY, (ROWS, LENGTH), generator=generator) * mask
     noise = torch.randn(ROWS, 1, generator=generator).expand(ROWS, LENGTH - 1).contiguous()
-    told = {"loss_mask_keys": ["response_mask"], "is_offload_states": False}
-    told["is_offload_optimizer_states_in_train_step"] = False
+    meta_info = {"loss_mask_keys": ["response_mask"], "is_offload_states": False}
+    meta_info["is_offload_optimizer_states_in_train_step"] = False
     return DataProto.from_dict(
         {
             "input_ids": ids,
@@ -119,43 +119,47 @@ def rollouts(replica: int) -> Any:
             "response_mask": mask * (places >= LENGTH // 4),
             "advantages": noise,
         },
-        meta_info=told,
+        meta_info=meta_info,
     )
 
 
-def of_collecting_rank(worker: Any, own: Any) -> Any:
+def of_collecting_rank(worker: Any, result: Any) -> Any:
     """Return what the replica's rank has from which ROLL's cluster takes results."""
     info = worker.rank_info
     everyones: list[Any] = [None] * info.world_size
-    dist.all_gather_object(everyones, (info.is_pipeline_last_stage, info.dp_rank, own))
-    (found,) = [what for collects, of, what in everyones if collects and of == info.dp_rank]
-    return found
+    dist.all_gather_object(everyones, (info.is_pipeline_last_stage, info.dp_rank, result))
+    (collected_result,) = [
+        collected
+        for collects, replica, collected in everyones
+        if collects and replica == info.dp_rank
+    ]
+    return collected_result
 
 
-def main(given: SimpleNamespace) -> dict[str, Any]:
+def main(case: SimpleNamespace) -> dict[str, Any]:
     """Return log-probabilities, entropy and metrics where ROLL collects them, and weights."""
-    os.environ["HUGGINGFACE_AUTOMAP_CACHE"] = f"{given.folder}/automap"
+    os.environ["HUGGINGFACE_AUTOMAP_CACHE"] = f"{case.folder}/automap"
     dist.init_process_group("gloo")
-    worker = worker_of(given)
+    worker = worker_of(case)
     strategy = worker.strategy
-    kept: dict[str, Any] = {"inferred": [], "logged": [], "chunks": len(strategy.model)}
+    record: dict[str, Any] = {"inferred": [], "logged": [], "chunks": len(strategy.model)}
     first: Any = None
     for _ in range(3):
         data = rollouts(worker.rank_info.dp_rank)
-        made = worker.compute_log_probs(data)
-        own = None if made.batch is None else dict(made.batch.items())
-        found = of_collecting_rank(worker, own)
-        kept["inferred"].append(found)
-        first = first or found
+        log_probs = worker.compute_log_probs(data)
+        results = None if log_probs.batch is None else dict(log_probs.batch.items())
+        collected = of_collecting_rank(worker, results)
+        record["inferred"].append(collected)
+        first = first or collected
         data.batch["old_log_probs"] = data.batch["ref_log_probs"] = first["log_probs"]
         metrics = worker.train_step(data).meta_info["metrics"]
-        kept["logged"].append(of_collecting_rank(worker, metrics))
-    folder = f"{given.folder}/exported"
+        record["logged"].append(of_collecting_rank(worker, metrics))
+    folder = f"{case.folder}/exported"
     strategy.model.models = strategy.models_unwrapped
     strategy.model.save_pretrained_as_hf(folder)
     dist.barrier()
-    kept["weights"] = exported(folder)
-    return kept
+    record["weights"] = exported(folder)
+    return record
 
 
 def exported(folder: str) -> dict[str, torch.Tensor]:
@@ -164,10 +168,10 @@ def exported(folder: str) -> dict[str, torch.Tensor]:
 
     from safetensors.torch import load_file
 
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
-        found |= load_file(file)
-    return found
+        weights |= load_file(file)
+    return weights
 
 
 def without_engines() -> None:
@@ -185,9 +189,9 @@ def adapt_to_newer_transformers() -> None:
     from roll.distributed.strategy import megatron_strategy
 
     real = megatron_strategy.TrainingArguments
-    known = {each.name for each in fields(real)}
+    known_fields = {field.name for field in fields(real)}
     megatron_strategy.TrainingArguments = lambda **options: real(
-        **{name: value for name, value in options.items() if name in known}
+        **{name: value for name, value in options.items() if name in known_fields}
     )
 
 

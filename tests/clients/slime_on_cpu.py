@@ -44,7 +44,7 @@ FLAGS = (
 
 def fill(chunks: list[Any]) -> None:
     """Give weights values that follow from their names: slime seeds by rank."""
-    for name, parameter in named(chunks):
+    for name, parameter in named_parameters(chunks):
         if parameter.dim() > 1:
             name, _, first = name.partition("@")
             seed = int(hashlib.sha256(name.encode()).hexdigest()[:12], 16)
@@ -55,7 +55,7 @@ def fill(chunks: list[Any]) -> None:
             parameter.data.copy_(values)
 
 
-def named(chunks: list[Any]) -> Any:
+def named_parameters(chunks: list[Any]) -> Any:
     """Yield the parameters by their names in the whole model, of shared rows with the first."""
     from megatron_vshape.mcore.features.vocabulary.model import Shards
 
@@ -71,45 +71,45 @@ def named(chunks: list[Any]) -> Any:
             yield ".".join(parts) + first, parameter
 
 
-def main(given: SimpleNamespace) -> dict[str, Any]:
+def main(case: SimpleNamespace) -> dict[str, Any]:
     """Return what slime logs, the log-probabilities where it reads them, and the weights."""
     from megatron.core import mpu
     from slime.backends.megatron_utils import initialize, model
 
-    if given.sleeps:
+    if case.sleeps:
         reload_groups_after_sleep()
     else:
         dist.init_process_group("gloo")
 
     # slime refuses another numpy, which serves it all the same.
     initialize.np = SimpleNamespace(**vars(numpy) | {"__version__": "1.26.0"})
-    sizes = ["--pipeline-model-parallel-size", str(given.pipeline)]
+    sizes = ["--pipeline-model-parallel-size", str(case.pipeline)]
     args, trained = slime_policy.set_up([*FLAGS.split(), *sizes])
     chunks, optimizer, _ = trained
     fill(chunks)
     optimizer.reload_model_params()
-    kept: dict[str, Any] = {"logged": [], "inferred": [], "chunks": len(chunks)}
+    record: dict[str, Any] = {"logged": [], "inferred": [], "chunks": len(chunks)}
 
-    def log(args: Any, numbers: dict[str, Any], *rest: Any, **named: Any) -> None:
-        kept["logged"].append(
+    def log(args: Any, numbers: dict[str, Any], *arguments: Any, **options: Any) -> None:
+        record["logged"].append(
             {name: value for name, value in numbers.items() if isinstance(value, float)}
         )
 
     model.logging_utils.log = log
-    own = slime_policy.rollouts(mpu.get_data_parallel_rank())
+    rollouts = slime_policy.rollouts(mpu.get_data_parallel_rank())
     for number in range(3):
-        if number and given.sleeps:
-            kept.setdefault("groups", []).append(sleep_and_wake())
-        kept["inferred"].append(slime_policy.step(number, args, own, trained))
-    weights = {name: each.detach().clone() for name, each in named(chunks)}
+        if number and case.sleeps:
+            record.setdefault("groups", []).append(sleep_and_wake())
+        record["inferred"].append(slime_policy.step(number, args, rollouts, trained))
+    weights = {name: parameter.detach().clone() for name, parameter in named_parameters(chunks)}
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, weights)
-    whole: dict[str, list[torch.Tensor]] = {}
-    parts = {name: value for each in gathered for name, value in each.items()}
+    shards_by_name: dict[str, list[torch.Tensor]] = {}
+    parts = {name: value for rank_weights in gathered for name, value in rank_weights.items()}
     for name, value in sorted(parts.items()):
-        whole.setdefault(name.partition("@")[0], []).append(value)
-    kept["weights"] = {name: torch.cat(rows) for name, rows in whole.items()}
-    return kept
+        shards_by_name.setdefault(name.partition("@")[0], []).append(value)
+    record["weights"] = {name: torch.cat(rows) for name, rows in shards_by_name.items()}
+    return record
 
 
 def reload_groups_after_sleep() -> None:
@@ -148,10 +148,14 @@ def adapt_to_this_megatron() -> None:
 
     for name in ("get_gpt_layer_with_transformer_engine_spec", "get_gpt_layer_local_spec"):
         real = getattr(model_provider, name)
-        known = inspect.signature(real).parameters
+        parameters = inspect.signature(real).parameters
 
-        def call(*args: Any, _real: Any = real, _known: Any = known, **options: Any) -> Any:
-            return _real(*args, **{key: each for key, each in options.items() if key in _known})
+        def call(
+            *args: Any, _real: Any = real, _parameters: Any = parameters, **options: Any
+        ) -> Any:
+            return _real(
+                *args, **{key: option for key, option in options.items() if key in _parameters}
+            )
 
         setattr(model_provider, name, call)
 

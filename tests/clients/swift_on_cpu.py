@@ -48,26 +48,28 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights of the last checkpoint, as Hugging Face names them."""
     from safetensors.torch import load_file
 
-    last = max(folder.glob("checkpoint-*"), key=lambda each: int(each.name.split("-")[1]))
-    found: dict[str, torch.Tensor] = {}
+    last = max(
+        folder.glob("checkpoint-*"), key=lambda checkpoint: int(checkpoint.name.split("-")[1])
+    )
+    weights: dict[str, torch.Tensor] = {}
     for file in sorted(last.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
+        weights |= load_file(file)
+    return weights
 
 
-def main(given: SimpleNamespace) -> dict[str, Any]:
+def main(case: SimpleNamespace) -> dict[str, Any]:
     """Return what ms-swift has logged and saved, on the rank that does it."""
     from swift.megatron import megatron_rlhf_main, megatron_sft_main
 
-    start = megatron_rlhf_main if given.prefers else megatron_sft_main
-    start = ms_swift_sft.main if given.example else start
-    folder = Path(given.folder) / "run"
-    sizes = [f"--pipeline_model_parallel_size={given.pipeline}", f"--train_iters={given.steps}"]
-    sizes += [f"--save_steps={given.steps}", f"--eval_steps={given.steps}"]
-    data = given.preferences if given.prefers else given.dialogues
-    where = [f"--model={given.model}", f"--dataset={data}", f"--output_dir={folder}"]
-    padding = [] if given.example else ["--padding_free=false"]
-    start([*DEFAULT_SEARCH.split(), *padding, *sizes, *where, *given.options])
+    start = megatron_rlhf_main if case.prefers else megatron_sft_main
+    start = ms_swift_sft.main if case.example else start
+    folder = Path(case.folder) / "run"
+    sizes = [f"--pipeline_model_parallel_size={case.pipeline}", f"--train_iters={case.steps}"]
+    sizes += [f"--save_steps={case.steps}", f"--eval_steps={case.steps}"]
+    data = case.preferences if case.prefers else case.dialogues
+    where = [f"--model={case.model}", f"--dataset={data}", f"--output_dir={folder}"]
+    padding = [] if case.example else ["--padding_free=false"]
+    start([*DEFAULT_SEARCH.split(), *padding, *sizes, *where, *case.options])
     if int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]) - 1:
         return {}
     return {"logged": logged(folder), "weights": saved(folder)}  # which the last rank writes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from clients.launching import SCHEDULES, Runs, most_of, python_of, run
+from clients.launching import SCHEDULES, Runs, python_of, run, tolerance_of
 from clients.on_cpu import make_data, make_model
 
 python_of("verl")  # which has Megatron-Bridge
@@ -18,20 +18,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     checkpoint = str(folder / "checkpoint")
     begins = {"pretraining": {"saves_in": checkpoint}, "SFT": {"pretrained": checkpoint}}
     cases = {}
-    for way, option in begins.items():
-        cases[f"{way}: stock"] = {"schedule": "stock", **usual, **option}
-        for of, schedule in CASES:
-            if of == way:
-                own = option if way == "SFT" else {}
-                cases[f"{way}: {schedule}"] = {"schedule": schedule, **usual, **own}
+    for phase, option in begins.items():
+        cases[f"{phase}: stock"] = {"schedule": "stock", **usual, **option}
+        for case_phase, schedule in CASES:
+            if case_phase == phase:
+                options = option if phase == "SFT" else {}
+                cases[f"{phase}: {schedule}"] = {"schedule": schedule, **usual, **options}
     return run("verl", "bridge_on_cpu_hf.py", folder / "runs", cases)
 
 
-@pytest.mark.parametrize(("way", "schedule"), CASES)
-def test_it_learns_and_exports_what_bridge_does(runs: Runs, way: str, schedule: str) -> None:
+@pytest.mark.parametrize(("phase", "schedule"), CASES)
+def test_it_learns_and_exports_what_bridge_does(runs: Runs, phase: str, schedule: str) -> None:
     """Losses, norms, evaluations and the model as Hugging Face has it."""
-    runs.compare(f"{way}: {schedule}", f"{way}: stock", most_of(schedule))
-    kept = runs.of(f"{way}: {schedule}")
-    assert [each["chunks"] for each in kept] == [2] * 4
-    assert len(kept[-1]["logged"]) == 3
-    assert "model.embed_tokens.weight" in kept[0]["exported"]
+    runs.compare(f"{phase}: {schedule}", f"{phase}: stock", tolerance_of(schedule))
+    records = runs.records_of(f"{phase}: {schedule}")
+    assert [record["chunks"] for record in records] == [2] * 4
+    assert len(records[-1]["logged"]) == 3
+    assert "model.embed_tokens.weight" in records[0]["exported"]

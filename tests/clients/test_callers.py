@@ -28,9 +28,9 @@ def folder_of(library: str) -> Path:
         within = "megatron/bridge" if library == "bridge" else library
         environment = Path(os.environ.get("CLIENTS_FOLDER", ENVIRONMENTS)) / INSTALLED[library]
         return next(environment.glob(f"lib/python3*/site-packages/{within}"), environment / "no")
-    whole = "roll" if library == ADAPTER else library
-    named = os.environ.get(CHECKOUTS[whole], str(ENVIRONMENTS / f"{whole}-checkout"))
-    return Path(named) / (f"{ADAPTER}/src/{ADAPTER}" if library == ADAPTER else library)
+    repository = "roll" if library == ADAPTER else library
+    checkout = os.environ.get(CHECKOUTS[repository], str(ENVIRONMENTS / f"{repository}-checkout"))
+    return Path(checkout) / (f"{ADAPTER}/src/{ADAPTER}" if library == ADAPTER else library)
 
 
 @pytest.mark.parametrize("library", [*INSTALLED, *CHECKOUTS, ADAPTER])
@@ -38,9 +38,9 @@ def test_every_asker_is_known(library: str) -> None:
     folder = folder_of(library)
     if not folder.is_dir():
         pytest.skip(f"{library} is not here: bash scripts/test.sh --nightly, or name a checkout")
-    found = {
+    files = {
         str(file.relative_to(folder))
         for file in folder.rglob("*.py")
         if ASKS.search(file.read_text(errors="ignore"))
     }
-    assert found == {each.file for each in CALLERS if each.library == library}
+    assert files == {caller.file for caller in CALLERS if caller.library == library}

@@ -11,7 +11,7 @@ SCHEDULES = ("stock", "v-half")
 def compare(runs: Runs) -> None:
     """Compare losses and what else a run keeps, which no rank may have left out."""
     runs.compare("v-half", "stock")
-    assert any(kept.get("steps") or kept.get("logged") for kept in runs.of("v-half"))
+    assert any(record.get("steps") or record.get("logged") for record in runs.records_of("v-half"))
 
 
 def test_verl(tmp_path) -> None:

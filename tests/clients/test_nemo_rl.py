@@ -9,9 +9,9 @@ from clients.launching import (
     Runs,
     checkout_of,
     matrix,
-    most_of,
     python_of,
     run,
+    tolerance_of,
 )
 from clients.on_cpu import make_model
 
@@ -55,9 +55,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.mark.parametrize(("shape", "schedule"), MATRIX)
 def test_results_equal_nemo_rls_own(runs: Runs, shape: str, schedule: str) -> None:
     """Log-probabilities (policy, reference), losses, norms and evaluation of all ranks; weights."""
-    runs.compare(f"{shape}: {schedule}", f"{shape}: stock", most_of(schedule))
+    runs.compare(f"{shape}: {schedule}", f"{shape}: stock", tolerance_of(schedule))
     chunks = 1 if schedule in ONE_CHUNK else 2
-    assert [each["chunks"] for each in runs.of(f"{shape}: {schedule}")] == [chunks] * 4
+    assert [record["chunks"] for record in runs.records_of(f"{shape}: {schedule}")] == [chunks] * 4
 
 
 def test_a_run_resumes_from_its_checkpoint(runs: Runs) -> None:
@@ -67,7 +67,7 @@ def test_a_run_resumes_from_its_checkpoint(runs: Runs) -> None:
 
 def test_a_feature_that_needs_a_single_module_is_rejected(runs: Runs) -> None:
     with pytest.raises(AssertionError, match=r"policy.draft.enabled: .*schedule=zb-h1"):
-        runs.of("draft")
+        runs.records_of("draft")
 
 
 def test_a_value_worker_equals_nemo_rls_own_with_one_chunk(runs: Runs) -> None:
@@ -76,9 +76,9 @@ def test_a_value_worker_equals_nemo_rls_own_with_one_chunk(runs: Runs) -> None:
 
 def test_a_value_worker_rejects_several_chunks(runs: Runs) -> None:
     with pytest.raises(AssertionError):
-        runs.of("values: v-half")
+        runs.records_of("values: v-half")
     reason = "schedule=v-half has several model chunks per rank, and NeMo-RL's value worker"
-    assert reason in runs.said("values: v-half")
+    assert reason in runs.output_of("values: v-half")
 
 
 def test_the_configuration_that_nemo_rl_saves_is_read(runs: Runs) -> None:

@@ -32,7 +32,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def test_what_it_infers_logs_and_learns_is_rolls_own(runs: Runs, shape: str, schedule: str) -> None:
     """Log-probabilities, entropy and metrics where ROLL collects them, and exported weights."""
     runs.compare(f"{shape}: {schedule}", f"{shape}: stock")
-    assert [each["chunks"] for each in runs.of(f"{shape}: {schedule}")] == [2] * 4
+    assert [record["chunks"] for record in runs.records_of(f"{shape}: {schedule}")] == [2] * 4
 
 
 def test_its_own_chunks_give_way(runs: Runs) -> None:

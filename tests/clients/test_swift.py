@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from clients.launching import SHARED, Runs, matrix, most_of, python_of, run
+from clients.launching import SHARED, Runs, matrix, python_of, run, tolerance_of
 from clients.on_cpu import make_data, make_model
 
 python_of("swift")
@@ -39,8 +39,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         checkpoint = f"{all_runs}/SFT: {saves}/run/checkpoint-3"
         goes_on = ["--mcore_model", checkpoint, "--finetune", "false"]
         for resumes in SAVES:
-            asked = {"schedule": resumes, "steps": 5, "options": goes_on}
-            cases[f"resumed: {saves}, {resumes}"] = usual | asked
+            resumed_options = {"schedule": resumes, "steps": 5, "options": goes_on}
+            cases[f"resumed: {saves}, {resumes}"] = usual | resumed_options
     # An adapter begins with each rank's own random numbers, so all go on from one that was saved.
     cases["LoRA's first"] = {"schedule": "stock", "steps": 1, "options": LORA, **usual}
     adapter = f"{all_runs}/LoRA's first/run/checkpoint-1"
@@ -53,8 +53,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.mark.parametrize(("shape", "schedule"), [*MATRIX, ("LoRA", "v-half")])
 def test_what_is_logged_and_saved_is_ms_swifts_own(runs: Runs, shape: str, schedule: str) -> None:
     """Losses, norms and evaluations as the user reads them, and the weights."""
-    runs.compare(f"{shape}: {schedule}", f"{shape}: stock", most_of(schedule))
-    assert len(runs.of(f"{shape}: {schedule}")[-1]["logged"]) >= 4  # three steps, an evaluation
+    runs.compare(f"{shape}: {schedule}", f"{shape}: stock", tolerance_of(schedule))
+    assert (
+        len(runs.records_of(f"{shape}: {schedule}")[-1]["logged"]) >= 4
+    )  # three steps, an evaluation
 
 
 @pytest.mark.parametrize(

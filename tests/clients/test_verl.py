@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from clients.launching import SHARED, Runs, matrix, most_of, python_of, run
+from clients.launching import SHARED, Runs, matrix, python_of, run, tolerance_of
 from clients.on_cpu import make_model
 
 from megatron_vshape.rehearsal.flags import read_command
@@ -52,8 +52,8 @@ RESUMED = tuple((saves, resumes) for saves in SAVES for resumes in SAVES)
 @pytest.mark.parametrize(("shape", "schedule"), MATRIX)
 def test_results_are_verls_own(runs: Runs, shape: str, schedule: str) -> None:
     """Log-probabilities, entropy, values, losses, norms where verl collects them, and weights."""
-    runs.compare(f"{shape}: {schedule}", f"{shape}: stock", most_of(schedule))
-    assert [each["chunks"] for each in runs.of(f"{shape}: {schedule}")] == [2] * 4
+    runs.compare(f"{shape}: {schedule}", f"{shape}: stock", tolerance_of(schedule))
+    assert [record["chunks"] for record in runs.records_of(f"{shape}: {schedule}")] == [2] * 4
 
 
 @pytest.mark.parametrize(("saves", "resumes"), RESUMED[1:])
@@ -63,11 +63,13 @@ def test_a_run_goes_on_from_its_checkpoint(runs: Runs, saves: str, resumes: str)
 
 def test_nothing_of_this_package_stays_allocated_between_phases(runs: Runs) -> None:
     """When verl has offloaded model and optimizer, an inference engine has the GPU's memory."""
-    ours, stock = (runs.of(f"offloaded: {schedule}") for schedule in ("v-half", "stock"))
-    assert [each["held"] for each in ours] == [[]] * 4
-    left = list(zip(ours[0]["left"], stock[0]["left"], strict=True))
-    assert len(left) == 2
-    assert all(own <= plain for own, plain in left), left
+    package_records, stock_records = (
+        runs.records_of(f"offloaded: {schedule}") for schedule in ("v-half", "stock")
+    )
+    assert [record["held"] for record in package_records] == [[]] * 4
+    num_bytes = list(zip(package_records[0]["left"], stock_records[0]["left"], strict=True))
+    assert len(num_bytes) == 2
+    assert all(package_bytes <= stock_bytes for package_bytes, stock_bytes in num_bytes), num_bytes
     runs.compare("offloaded: v-half", "offloaded: stock")
 
 

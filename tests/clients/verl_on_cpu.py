@@ -19,23 +19,23 @@ from live_bytes import LiveBytes, held_by_package  # noqa: E402
 from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 
 
-def engine_of(given: SimpleNamespace) -> Any:
+def engine_of(case: SimpleNamespace) -> Any:
     """Create the engine of the example, with the options that a CPU needs."""
     from megatron.core.transformer.enums import AttnBackend
 
     fusions = "gradient_accumulation masked_softmax bias_activation bias_dropout apply_rope"
-    overrides = {f"{each}_fusion": False for each in fusions.split()}
+    overrides = {f"{fusion}_fusion": False for fusion in fusions.split()}
     overrides |= {"cross_entropy_loss_fusion": False, "persist_layer_norm": False}
     overrides |= {"batch_p2p_comm": False, "attention_backend": AttnBackend.unfused}
     engine = verl_ppo.make_engine(
-        given.model,
-        given.pipeline,
-        packed=not given.padded,
-        critic=given.critic,
+        case.model,
+        case.pipeline,
+        packed=not case.padded,
+        critic=case.critic,
         dtype="float32",  # verl's own configuration allows 16 bits only
         overrides=overrides,
     )
-    if given.critic:
+    if case.critic:
         fill_value_head(engine)
     return engine
 
@@ -51,72 +51,72 @@ def fill_value_head(engine: Any) -> None:
     engine.optimizer.reload_model_params()
 
 
-def train(engine: Any, given: SimpleNamespace, kept: dict[str, Any]) -> None:
+def train(engine: Any, case: SimpleNamespace, record: dict[str, Any]) -> None:
     """Have the engine infer and learn, as verl's trainer does in a step of PPO."""
     from megatron.core import mpu
     from verl.workers.config import ActorConfig, CriticConfig
     from verl.workers.utils.losses import ppo_loss, value_loss
 
     replica = mpu.get_data_parallel_rank()
-    rollouts = verl_ppo.Rollouts(on_cpu.VOCABULARY, replica, packed=not given.padded)
-    old: dict[str, torch.Tensor] | None = None
-    config = CriticConfig if given.critic else ActorConfig
-    made = config(strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
-    loss = partial(value_loss if given.critic else ppo_loss, config=made)
-    for _ in range(given.steps):
-        found = verl_ppo.infer(engine, rollouts, critic=given.critic)
-        kept["inferred"].append(found)
-        old = old or found
+    rollouts = verl_ppo.Rollouts(on_cpu.VOCABULARY, replica, packed=not case.padded)
+    old_inferred: dict[str, torch.Tensor] | None = None
+    config = CriticConfig if case.critic else ActorConfig
+    settings = config(strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
+    loss = partial(value_loss if case.critic else ppo_loss, config=settings)
+    for _ in range(case.steps):
+        inferred = verl_ppo.infer(engine, rollouts, critic=case.critic)
+        record["inferred"].append(inferred)
+        old_inferred = old_inferred or inferred
         torch.manual_seed(5)
         noise = torch.rand(verl_ppo.ROWS, verl_ppo.LENGTH // 2)
-        if given.critic:
-            others = {"values": old["values"], "returns": noise}
+        if case.critic:
+            targets = {"values": old_inferred["values"], "returns": noise}
         else:
-            before = old["log_probs"]
-            others = {"old_log_probs": before, "advantages": noise, "ref_log_prob": before}
-        kept["losses"].append(verl_ppo.train_step(engine, rollouts, others, loss))
-        if given.live is not None:
-            kept["left"].append(bytes_left(engine, given.live))
-            kept["held"] += held_by_package()
+            log_probs = old_inferred["log_probs"]
+            targets = {"old_log_probs": log_probs, "advantages": noise, "ref_log_prob": log_probs}
+        record["losses"].append(verl_ppo.train_step(engine, rollouts, targets, loss))
+        if case.live is not None:
+            record["left"].append(bytes_left(engine, case.live))
+            record["held"] += held_by_package()
 
 
 def bytes_left(engine: Any, live: LiveBytes) -> int:
     """Count the bytes of all ranks between phases, when verl has offloaded model and optimizer."""
     with _disable_current_modes():  # what verl copies to the host is not counted
         engine.to("cpu")
-        left = torch.tensor(live.count())
-        dist.all_reduce(left)
+        num_bytes = torch.tensor(live.count())
+        dist.all_reduce(num_bytes)
         engine.to("cuda")
-    return int(left)
+    return int(num_bytes)
 
 
-def main(given: SimpleNamespace) -> dict[str, Any]:
+def main(case: SimpleNamespace) -> dict[str, Any]:
     """Return what this rank has of a case: results where verl collects them, and weights."""
     dist.init_process_group("gloo")
-    given.live = LiveBytes() if given.offloads else None
-    with given.live or nullcontext():
-        return run(given)
+    case.live = LiveBytes() if case.offloads else None
+    with case.live or nullcontext():
+        return run(case)
 
 
-def run(given: SimpleNamespace) -> dict[str, Any]:
+def run(case: SimpleNamespace) -> dict[str, Any]:
     """Train, and return the results; see `main`."""
-    engine = engine_of(given)
-    if given.example:
-        return {"steps": verl_ppo.run(engine, on_cpu.VOCABULARY, given.steps)}
-    if given.resumes:
+    engine = engine_of(case)
+    if case.example:
+        return {"steps": verl_ppo.run(engine, on_cpu.VOCABULARY, case.steps)}
+    if case.resumes:
         with torch.no_grad():  # in 32 bits the optimizer's own copies are views of parameters
-            engine.load_checkpoint(given.resumes, del_local_after_load=False)
-    kept: dict[str, Any] = {"inferred": [], "losses": [], "left": [], "held": []}
-    kept["chunks"] = len(engine.module)
-    train(engine, given, kept)
-    if given.saves_in:
-        engine.save_checkpoint(given.saves_in, global_step=given.steps)
-    if not given.critic:
+            engine.load_checkpoint(case.resumes, del_local_after_load=False)
+    record: dict[str, Any] = {"inferred": [], "losses": [], "left": [], "held": []}
+    record["chunks"] = len(engine.module)
+    train(engine, case, record)
+    if case.saves_in:
+        engine.save_checkpoint(case.saves_in, global_step=case.steps)
+    if not case.critic:
         with torch.no_grad():
             pairs, _ = engine.get_per_tensor_param()
-            kept["weights"] = {name: value.detach().clone() for name, value in pairs}
+            record["weights"] = {name: value.detach().clone() for name, value in pairs}
     dist.barrier()
-    return kept
+    return record
 
 
 if __name__ == "__main__":
