@@ -18,7 +18,7 @@ LENGTH = 128
 
 
 def dataset_of(case: SimpleNamespace) -> Any:
-    """Return what is trained on: random tokens, or dialogues as Bridge's SFT reads them."""
+    """Return the training data: random tokens, or dialogues in the format of Bridge's SFT."""
     from megatron.bridge.training import config as c
 
     if not case.pretrained:
@@ -50,7 +50,7 @@ def dataset_of(case: SimpleNamespace) -> Any:
 
 
 def configuration(case: SimpleNamespace, bridge: Any) -> Any:
-    """Return Bridge's configuration, with the provider that its own bridge makes of the model."""
+    """Return Bridge's configuration, with the provider that AutoBridge creates for the model."""
     import torch
     from megatron.bridge.training import config as c
 
@@ -100,7 +100,7 @@ def configuration(case: SimpleNamespace, bridge: Any) -> Any:
 
 
 def main(case: SimpleNamespace) -> dict[str, Any]:
-    """Return the losses and evaluations that this rank reads, and what was exported."""
+    """Return the losses and evaluations that this rank reads, and the exported weights."""
     import torch.distributed as dist
     from megatron.bridge import AutoBridge
     from megatron.bridge.training.callbacks import CallbackManager

@@ -1,7 +1,7 @@
-"""Runs the cases of a library's script, each in a process forked when all has been imported.
+"""Runs the cases of a library's script, each in a process forked after all imports.
 
-Imports take most of a minute. A case finds the variable that a user sets in its environment, and
-has process groups of its own.
+Imports need most of a minute. In each case the environment has the variable that a user would set,
+and process groups are new.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LIMIT_S = int(os.environ.get("CLIENTS_LIMIT_S", "300"))
 
 
 def run_cases(main: Callable[[SimpleNamespace], dict[str, Any]], **defaults: Any) -> None:
-    """Run `main` for each case of the folder that the command line names; save what it returns."""
+    """Run `main` for each case of the folder on the command line; save its results."""
     folder = Path(sys.argv[1])
     for number, case in enumerate(json.loads((folder / "cases.json").read_text())):
         child = os.fork()
@@ -36,7 +36,7 @@ def run_cases(main: Callable[[SimpleNamespace], dict[str, Any]], **defaults: Any
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1 + number)
         code = 1
-        # A case that hangs says where, and ends.
+        # A hanging case prints its traceback and ends.
         faulthandler.dump_traceback_later(LIMIT_S, exit=True)
         try:
             _register(case["variable"])
@@ -49,7 +49,7 @@ def run_cases(main: Callable[[SimpleNamespace], dict[str, Any]], **defaults: Any
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        # ms-swift saves in processes of their own, which would outlive what ends like this.
+        # ms-swift saves in child processes, which would outlive `os._exit`.
         for process in multiprocessing.active_children():
             process.kill()
         os._exit(code)

@@ -1,4 +1,4 @@
-"""Launches a library's own training in the environment that `--clients` has made for it."""
+"""Launches the training of a library in the environment that `--clients` created for it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ SCHEDULES = {
 }
 ONE_CHUNK = {"zb-h1": "schedule=zb-h1", "zb-h2": "schedule=zb-h2"}
 VARIABLES = SCHEDULES | ONE_CHUNK
-"""What a user of the library sets MEGATRON_VSHAPE to; stock is without it."""
+"""Values of MEGATRON_VSHAPE that a user of the library sets; stock runs have none."""
 
 COUNTS = ("chunks", "groups", "left", "held")
-"""What a run keeps besides results."""
+"""Entries of a record that are not compared."""
 
 CHECKOUTS = {"slime": "SLIME", "nemo_rl": "NEMO_RL", "roll": "ROLL"}
 """By library that no index has, the variable that names a checkout of it."""
@@ -46,10 +46,10 @@ def matrix(shapes: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def tolerance_of(schedule: str) -> float:
-    """Return by how much results may differ in three steps.
+    """Return the tolerance for differences of results in three steps.
 
-    Sums do with a shared vocabulary, and where `auto` puts microbatches of unlike lengths in
-    another order; with `keep_order=true` its results are as near as the others'.
+    The order of sums differs with vocabulary parallelism, and if `auto` reorders variable-length
+    microbatches; with `keep_order=true` its results are as close as those of other schedules.
     """
     return 1e-5 if schedule in (SHARED, "auto") else 2e-6
 
@@ -80,13 +80,13 @@ def checkout_of(library: str) -> str:
 
 
 class Runs:
-    """What the cases of a library have left, by name."""
+    """The records and outputs of a library's cases, by name."""
 
     def __init__(self, library: str, folder: Path, output: str) -> None:
         self.library, self.folder, self.output = library, folder, output
 
     def records_of(self, case: str) -> RankRecords:
-        """Return what each rank has kept of a case; raises with what was said where it failed."""
+        """Return the records of all ranks of a case; raise with its output if it failed."""
         files = [self.folder / case / f"{rank}.pt" for rank in range(RANKS)]
         if not all(file.exists() for file in files):
             output_file = self.folder / case / "said"
@@ -96,7 +96,7 @@ class Runs:
         return [torch.load(file, weights_only=False) for file in files]
 
     def output_of(self, case: str) -> str:
-        """Return what all ranks have written of a case."""
+        """Return the output of all ranks of a case."""
         return (self.folder / case / "said").read_text()
 
     def compare(self, case: str, plain: str, tolerance: float = 2e-6) -> None:

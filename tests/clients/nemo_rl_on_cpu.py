@@ -1,6 +1,6 @@
-"""NeMo-RL's own policy worker on a CPU: log-probabilities and steps of its clipped loss.
+"""NeMo-RL's policy worker on a CPU: log-probabilities and steps of its clipped loss.
 
-Everything of it runs but Ray, which would start it, and the inference engine.
+Everything runs except Ray, which would start the worker, and the inference engine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ABSENT = (
 
 
 def configuration(case: SimpleNamespace) -> dict[str, Any]:
-    """Return the policy of NeMo-RL's own example, in small, in 32 bits and without generation."""
+    """Return the policy of NeMo-RL's example: small, in 32 bits and without generation."""
     from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
     from omegaconf import OmegaConf
 
@@ -76,7 +76,7 @@ def worker_of(case: SimpleNamespace) -> Any:
     from transformers import AutoTokenizer
 
     if case.value:
-        del sys.modules[POLICY_WORKER]  # an actor has its own worker only
+        del sys.modules[POLICY_WORKER]  # an actor imports one worker only
         from nemo_rl.models.value.workers import megatron_value_worker as workers
 
         kind, options = workers.MegatronValueWorkerImpl, {}
@@ -98,7 +98,7 @@ def worker_of(case: SimpleNamespace) -> Any:
 
 
 def batch_of(case: SimpleNamespace, replica: int) -> Any:
-    """Return a replica's rollouts of unlike lengths, as NeMo-RL's policy shards and packs them."""
+    """Return variable-length rollouts of a replica, sharded and packed as by NeMo-RL's policy."""
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
     replicas = int(os.environ["WORLD_SIZE"]) // case.pipeline
@@ -191,7 +191,7 @@ def learn(worker: Any, data: Any, loss: Any, streams: bool) -> list[Any]:
 
 
 def without_ray() -> None:
-    """Answer what a worker asks of Ray, of NVIDIA's tools and of the machine before it begins."""
+    """Replace Ray, NVIDIA's tools and hardware queries that a worker uses at its start."""
     for name in ABSENT.split():
         absent = MagicMock()
         absent.__spec__, absent.__path__ = importlib.machinery.ModuleSpec(name, None), []
@@ -200,7 +200,7 @@ def without_ray() -> None:
     import transformers
 
     ray.get_gpu_ids = lambda: [0]
-    # NeMo-RL refuses a newer one, of which it changes the class of one model's tokenizer.
+    # NeMo-RL rejects newer versions, because it patches the tokenizer class of one model.
     newer, transformers.__version__ = transformers.__version__, "5.11.0"
     import nemo_rl.models.policy  # noqa: F401
 
@@ -211,7 +211,7 @@ def without_ray() -> None:
 
 
 def adapt_to_this_megatron() -> None:
-    """Give what a newer Megatron-Core has, and a worker asks for without using it here."""
+    """Add attributes of a newer Megatron-Core that a worker reads but does not use here."""
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter as fsdp
     from megatron.core.optimizer import MegatronOptimizer
 

@@ -1,8 +1,7 @@
-"""What lets a library of `--clients` run on a CPU: kernels of torch, and a tiny model of its own.
+"""Replacements that let a library of `--clients` run on a CPU: torch kernels and a tiny model.
 
-Transformer Engine's own Python runs as in tests/mcore/te_on_cpu.py; in place of its attention,
-which is nothing but kernels, stands Megatron's. The libraries are told that there are GPUs, and put
-nothing there.
+Transformer Engine's Python runs as in tests/mcore/te_on_cpu.py, with Megatron's attention in place
+of its attention kernels. The libraries detect GPUs, but allocate nothing there.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ VOCABULARY = 384
 
 
 def install() -> None:
-    """Replace what needs a GPU. Call it before any of the libraries is imported."""
+    """Replace functions that need a GPU. Call it before any of the libraries is imported."""
     warnings.simplefilter("ignore")
     sys.path.insert(0, str(ROOT / "tests" / "mcore"))
     import te_on_cpu
@@ -58,7 +57,7 @@ def install() -> None:
 
 
 def replace_attention() -> None:
-    """Have layers of Transformer Engine's attend as Megatron's own do, packed sequences as well."""
+    """Replace the attention of Transformer Engine's layers by Megatron's, also if packed."""
     from megatron.core.extensions import transformer_engine_spec_provider as provider
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 

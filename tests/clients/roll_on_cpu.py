@@ -1,7 +1,7 @@
-"""ROLL's own actor on a CPU: its Megatron strategy infers and trains by its policy loss.
+"""ROLL's actor on a CPU: its Megatron strategy infers and trains with its policy loss.
 
-The model is mcore_adapter's, from a model of Hugging Face. Of the worker only what Ray would start
-is left out.
+The model is mcore_adapter's, from a model of Hugging Face. Of the worker, only the part that Ray
+would start is missing.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ def configurations(case: SimpleNamespace) -> tuple[Any, Any]:
 
 
 def worker_of(case: SimpleNamespace) -> Any:
-    """Return ROLL's actor with its strategy, made of what Ray's environment would tell it."""
+    """Return ROLL's actor with its strategy, with the values that Ray's environment would give."""
     from roll.distributed.executor.worker import RankInfo
     from roll.distributed.strategy.factory import create_strategy
     from roll.models import model_providers
     from roll.pipeline import base_worker
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # Its __init__ asks Ray where the others are, and it measures the memory of a GPU.
+    # Its __init__ queries Ray for the other ranks, and measures GPU memory.
     worker = base_worker.ActorWorker.__new__(base_worker.ActorWorker)
     base_worker.state_offload_manger = lambda **_: nullcontext()
     worker.worker_config, worker.pipeline_config = configurations(case)
@@ -100,7 +100,7 @@ def worker_of(case: SimpleNamespace) -> Any:
 
 
 def rollouts(replica: int) -> Any:
-    """Return prompts and answers of unlike lengths, each replica's own."""
+    """Return variable-length prompts and answers, different for every replica."""
     from roll.distributed.scheduler.protocol import DataProto
 
     generator = torch.Generator().manual_seed(3 + replica)
@@ -124,7 +124,7 @@ def rollouts(replica: int) -> Any:
 
 
 def of_collecting_rank(worker: Any, result: Any) -> Any:
-    """Return what the replica's rank has from which ROLL's cluster takes results."""
+    """Return the result of the rank of this replica from which ROLL's cluster collects results."""
     info = worker.rank_info
     everyones: list[Any] = [None] * info.world_size
     dist.all_gather_object(everyones, (info.is_pipeline_last_stage, info.dp_rank, result))
@@ -183,7 +183,7 @@ def without_engines() -> None:
 
 
 def adapt_to_newer_transformers() -> None:
-    """Leave out of ROLL's training arguments what newer transformers no longer have."""
+    """Drop ROLL's training arguments that newer versions of transformers have removed."""
     from dataclasses import fields
 
     from roll.distributed.strategy import megatron_strategy

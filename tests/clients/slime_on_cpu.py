@@ -1,4 +1,4 @@
-"""slime's own forward_only and train on a CPU, with its policy loss: rollouts of unlike lengths."""
+"""slime's forward_only and train on a CPU, with its policy loss and variable-length rollouts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def fill(chunks: list[Any]) -> None:
 
 
 def named_parameters(chunks: list[Any]) -> Any:
-    """Yield the parameters by their names in the whole model, of shared rows with the first."""
+    """Yield the parameters by their names in the full model, with the first row of split rows."""
     from megatron_vshape.mcore.features.vocabulary.model import Shards
 
     for chunk in chunks:
@@ -72,7 +72,7 @@ def named_parameters(chunks: list[Any]) -> Any:
 
 
 def main(case: SimpleNamespace) -> dict[str, Any]:
-    """Return what slime logs, the log-probabilities where it reads them, and the weights."""
+    """Return slime's log, the log-probabilities on the ranks that read them, and the weights."""
     from megatron.core import mpu
     from slime.backends.megatron_utils import initialize, model
 
@@ -81,7 +81,7 @@ def main(case: SimpleNamespace) -> dict[str, Any]:
     else:
         dist.init_process_group("gloo")
 
-    # slime refuses another numpy, which serves it all the same.
+    # slime rejects other numpy versions, although they work here.
     initialize.np = SimpleNamespace(**vars(numpy) | {"__version__": "1.26.0"})
     sizes = ["--pipeline-model-parallel-size", str(case.pipeline)]
     args, trained = slime_policy.set_up([*FLAGS.split(), *sizes])
@@ -143,7 +143,7 @@ def without_engines() -> None:
 
 
 def adapt_to_this_megatron() -> None:
-    """Leave out of slime's calls what this release of Megatron-Core does not know."""
+    """Drop arguments of slime's calls that this release of Megatron-Core does not support."""
     from slime.backends.megatron_utils import model_provider
 
     for name in ("get_gpt_layer_with_transformer_engine_spec", "get_gpt_layer_local_spec"):

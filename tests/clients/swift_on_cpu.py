@@ -1,4 +1,4 @@
-"""ms-swift's own Megatron trainers on a CPU: SFT, LoRA and DPO as its command line starts them."""
+"""ms-swift's Megatron trainers on a CPU: SFT, LoRA and DPO, started as by its command line."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ DEFAULT_SEARCH = (
     "--masked_softmax_fusion false --dataloader_num_workers 0 --dataset_num_proc 1 --seed 1 "
     "--split_dataset_ratio 0.125 --eval_iters 2 --dist_ckpt_optim_fully_reshardable true"
 )
-"""What all cases have; the last option is what resuming under another schedule takes."""
+"""Options of all cases; the last one is required to resume under another schedule."""
 
 UNLIKE = ("time", "memory", "speed", "elapsed", "remaining", "tflops", "tokens_per")
 
 
 def logged(folder: Path) -> list[dict[str, float]]:
-    """Return what the user reads of a run in ms-swift's log, without what depends on the clock."""
+    """Return the metrics in ms-swift's log that do not depend on time."""
     lines = map(json.loads, (folder / "logging.jsonl").read_text().splitlines())
     return [
         {
@@ -58,7 +58,7 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def main(case: SimpleNamespace) -> dict[str, Any]:
-    """Return what ms-swift has logged and saved, on the rank that does it."""
+    """Return ms-swift's log and checkpoint, on the rank that writes them."""
     from swift.megatron import megatron_rlhf_main, megatron_sft_main
 
     start = megatron_rlhf_main if case.prefers else megatron_sft_main
@@ -76,7 +76,7 @@ def main(case: SimpleNamespace) -> dict[str, Any]:
 
 
 def adapt_to_this_transformers() -> None:
-    """Give ms-swift what newer transformers no longer have, or read otherwise."""
+    """Restore behavior that ms-swift needs and newer versions of transformers have changed."""
     import transformers
     from transformers import hf_argparser
 

@@ -1,4 +1,4 @@
-"""Megatron-Bridge from a model of Hugging Face and back, with schedules as with its own 1F1B."""
+"""Megatron-Bridge from and to a Hugging Face model, with our schedules and with Megatron's 1F1B."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize(("phase", "schedule"), CASES)
-def test_it_learns_and_exports_what_bridge_does(runs: Runs, phase: str, schedule: str) -> None:
+def test_training_and_export_equal_1f1b(runs: Runs, phase: str, schedule: str) -> None:
     """Losses, norms, evaluations and the model as Hugging Face has it."""
     runs.compare(f"{phase}: {schedule}", f"{phase}: stock", tolerance_of(schedule))
     records = runs.records_of(f"{phase}: {schedule}")

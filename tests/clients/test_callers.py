@@ -1,4 +1,4 @@
-"""The table of who asks which stage this is has every file of the installed libraries that does."""
+"""The table of callers that query the pipeline stage covers every file of installed libraries."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder_of(library: str) -> Path:
 
 
 @pytest.mark.parametrize("library", [*INSTALLED, *CHECKOUTS, ADAPTER])
-def test_every_asker_is_known(library: str) -> None:
+def test_table_lists_every_caller(library: str) -> None:
     folder = folder_of(library)
     if not folder.is_dir():
         pytest.skip(f"{library} is not here: bash scripts/test.sh --nightly, or name a checkout")

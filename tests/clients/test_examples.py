@@ -1,4 +1,4 @@
-"""The examples for verl, slime and ms-swift with V-Half, against the same with Megatron's 1F1B."""
+"""The examples for verl, slime and ms-swift: V-Half against Megatron's 1F1B."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ SCHEDULES = ("stock", "v-half")
 
 
 def compare(runs: Runs) -> None:
-    """Compare losses and what else a run keeps, which no rank may have left out."""
+    """Compare losses and the other results of a run; no rank may be missing."""
     runs.compare("v-half", "stock")
     assert any(record.get("steps") or record.get("logged") for record in runs.records_of("v-half"))
 
 
-def test_verl(tmp_path) -> None:
+def test_verl_example_equals_1f1b(tmp_path) -> None:
     python_of("verl")
     usual = {"model": make_model(tmp_path / "model"), "example": True}
     cases = {schedule: {"schedule": schedule, **usual} for schedule in SCHEDULES}
     compare(run("verl", "verl_on_cpu.py", tmp_path / "runs", cases))
 
 
-def test_slime(tmp_path) -> None:
+def test_slime_example_equals_1f1b(tmp_path) -> None:
     python_of("verl")
     checkout = checkout_of("slime")
     cases = {schedule: {"schedule": schedule} for schedule in SCHEDULES}
     compare(run("verl", "slime_on_cpu.py", tmp_path / "runs", cases, SLIME=checkout))
 
 
-def test_ms_swift(tmp_path) -> None:
+def test_ms_swift_example_equals_1f1b(tmp_path) -> None:
     python_of("swift")
     dialogues, preferences = make_data(tmp_path)
     data = {"dialogues": dialogues, "preferences": preferences}

@@ -1,4 +1,4 @@
-"""NeMo-RL's policy worker with schedules of this package against Megatron's own 1F1B."""
+"""NeMo-RL's policy worker with schedules of this package against Megatron's 1F1B."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clients.on_cpu import make_model
 
 from megatron_vshape.rehearsal.flags import read_command
 
-python_of("verl")  # which has Megatron-Bridge and what else NeMo-RL imports of others
+python_of("verl")  # which has Megatron-Bridge and the other imports of NeMo-RL
 CHECKOUT = checkout_of("nemo_rl")
 
 SHAPES = {
@@ -26,7 +26,7 @@ SHAPES = {
     "padded": {"packed": False},
     "streamed": {"streams": True},
 }
-"""Packed sequences of different lengths, as in NeMo-RL's examples, or padded; whole or streamed."""
+"""Packed sequences of variable length, as in NeMo-RL's examples, or padded; at once or streamed."""
 
 ONE = [(shape, "zb-h1") for shape in ("packed", "padded")]
 MATRIX = [case for case in (*matrix(SHAPES), *ONE) if SHARED not in case]
@@ -53,35 +53,35 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize(("shape", "schedule"), MATRIX)
-def test_results_equal_nemo_rls_own(runs: Runs, shape: str, schedule: str) -> None:
+def test_results_equal_nemo_rl_with_1f1b(runs: Runs, shape: str, schedule: str) -> None:
     """Log-probabilities (policy, reference), losses, norms and evaluation of all ranks; weights."""
     runs.compare(f"{shape}: {schedule}", f"{shape}: stock", tolerance_of(schedule))
     chunks = 1 if schedule in ONE_CHUNK else 2
     assert [record["chunks"] for record in runs.records_of(f"{shape}: {schedule}")] == [chunks] * 4
 
 
-def test_a_run_resumes_from_its_checkpoint(runs: Runs) -> None:
+def test_resumed_run_equals_1f1b(runs: Runs) -> None:
     """With the same schedule: NeMo-RL cannot save the optimizer fully reshardable."""
     runs.compare("resumed: v-half", "resumed: stock")
 
 
-def test_a_feature_that_needs_a_single_module_is_rejected(runs: Runs) -> None:
+def test_feature_with_a_single_module_is_rejected(runs: Runs) -> None:
     with pytest.raises(AssertionError, match=r"policy.draft.enabled: .*schedule=zb-h1"):
         runs.records_of("draft")
 
 
-def test_a_value_worker_equals_nemo_rls_own_with_one_chunk(runs: Runs) -> None:
+def test_value_worker_with_one_chunk_equals_1f1b(runs: Runs) -> None:
     runs.compare("values: zb-h1", "values: stock")
 
 
-def test_a_value_worker_rejects_several_chunks(runs: Runs) -> None:
+def test_value_worker_rejects_several_chunks(runs: Runs) -> None:
     with pytest.raises(AssertionError):
         runs.records_of("values: v-half")
     reason = "schedule=v-half has several model chunks per rank, and NeMo-RL's value worker"
     assert reason in runs.output_of("values: v-half")
 
 
-def test_the_configuration_that_nemo_rl_saves_is_read(runs: Runs) -> None:
+def test_rehearsal_reads_the_saved_configuration(runs: Runs) -> None:
     (file,) = (runs.folder.parent / "v-half").glob("iter_*/run_config.yaml")
     command = read_command([str(file)])
     sizes = ["--num-layers", "--pipeline-model-parallel-size", "--global-batch-size"]

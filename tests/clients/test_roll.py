@@ -1,4 +1,4 @@
-"""ROLL trains with schedules of this package as with Megatron's own, by its policy loss."""
+"""ROLL trains with schedules of this package as with Megatron's 1F1B, with its policy loss."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from clients.launching import SHARED, Runs, checkout_of, matrix, python_of, run
 from clients.on_cpu import make_model
 
-python_of("verl")  # which has what ROLL imports of others
+python_of("verl")  # which has the other imports of ROLL
 CHECKOUT = checkout_of("roll")
 
 CHUNKS = {"virtual_pipeline_model_parallel_size": 2}
@@ -29,12 +29,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize(("shape", "schedule"), MATRIX)
-def test_what_it_infers_logs_and_learns_is_rolls_own(runs: Runs, shape: str, schedule: str) -> None:
+def test_inference_log_and_weights_equal_1f1b(runs: Runs, shape: str, schedule: str) -> None:
     """Log-probabilities, entropy and metrics where ROLL collects them, and exported weights."""
     runs.compare(f"{shape}: {schedule}", f"{shape}: stock")
     assert [record["chunks"] for record in runs.records_of(f"{shape}: {schedule}")] == [2] * 4
 
 
-def test_its_own_chunks_give_way(runs: Runs) -> None:
-    """Who has asked for Megatron's interleaving needs to change nothing."""
+def test_interleaving_of_the_user_is_replaced(runs: Runs) -> None:
+    """Users of Megatron's interleaving need to change nothing."""
     runs.compare("chunks asked for: v-half", "interleaved: stock")

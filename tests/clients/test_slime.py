@@ -1,4 +1,4 @@
-"""slime trains with schedules of this package as with Megatron's own 1F1B, by its policy loss."""
+"""slime trains with schedules of this package as with Megatron's 1F1B, with its policy loss."""
 
 from __future__ import annotations
 
@@ -27,15 +27,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize(("shape", "schedule"), MATRIX)
-def test_what_it_infers_logs_and_learns_is_slimes_own(
-    runs: Runs, shape: str, schedule: str
-) -> None:
+def test_inference_log_and_weights_equal_1f1b(runs: Runs, shape: str, schedule: str) -> None:
     runs.compare(f"{shape}: {schedule}", f"{shape}: stock", tolerance_of(schedule))
     assert [record["chunks"] for record in runs.records_of(f"{shape}: {schedule}")] == [2] * 4
 
 
-def test_all_process_groups_are_destroyed_while_it_sleeps(runs: Runs) -> None:
-    """But the world's and slime's own, as without a schedule: communicators use GPU memory."""
+def test_process_groups_are_destroyed_while_slime_sleeps(runs: Runs) -> None:
+    """Except the world's and slime's, as without a schedule: communicators use GPU memory."""
     package_records, stock_records = (
         runs.records_of(f"asleep between steps: {schedule}") for schedule in ("v-half", "stock")
     )

@@ -1,4 +1,4 @@
-"""ms-swift trains with schedules of this package as with Megatron's own 1F1B, and logs that."""
+"""ms-swift trains and logs with schedules of this package as with Megatron's 1F1B."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from clients.on_cpu import make_data, make_model
 python_of("swift")
 
 LORA = ["--tuner_type", "lora", "--lora_rank", "4", "--target_modules", "all-linear"]
-# The norm of gradients is summed over the ranks in another order. Clipping by it changes the last
-# bit of gradients, and Adam divides small ones by their own size: norms of the third step of DPO
-# differed by 2.3e-5. Without clipping, V-Half's weights are those of stock Megatron bit by bit.
+# The gradient norm is reduced over the ranks in another order. Clipping by it changes the last bit
+# of gradients, and Adam divides small gradients by their size: norms of the third step of DPO
+# differed by 2.3e-5. Without clipping, V-Half's weights equal those of stock Megatron bitwise.
 UNCLIPPED_DPO = ["--rlhf_type", "dpo", "--clip_grad", "0"]
 SHAPES = {
     "SFT": {},
@@ -41,7 +41,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         for resumes in SAVES:
             resumed_options = {"schedule": resumes, "steps": 5, "options": goes_on}
             cases[f"resumed: {saves}, {resumes}"] = usual | resumed_options
-    # An adapter begins with each rank's own random numbers, so all go on from one that was saved.
+    # The initial values of an adapter are random per rank, so all runs start from one saved
+    # adapter.
     cases["LoRA's first"] = {"schedule": "stock", "steps": 1, "options": LORA, **usual}
     adapter = f"{all_runs}/LoRA's first/run/checkpoint-1"
     for schedule in ("stock", "v-half"):
@@ -51,7 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize(("shape", "schedule"), [*MATRIX, ("LoRA", "v-half")])
-def test_what_is_logged_and_saved_is_ms_swifts_own(runs: Runs, shape: str, schedule: str) -> None:
+def test_log_and_checkpoint_equal_1f1b(runs: Runs, shape: str, schedule: str) -> None:
     """Losses, norms and evaluations as the user reads them, and the weights."""
     runs.compare(f"{shape}: {schedule}", f"{shape}: stock", tolerance_of(schedule))
     assert (
@@ -62,6 +63,6 @@ def test_what_is_logged_and_saved_is_ms_swifts_own(runs: Runs, shape: str, sched
 @pytest.mark.parametrize(
     ("saves", "resumes"), [("stock", "v-half"), ("v-half", "stock"), ("v-half", "v-half")]
 )
-def test_a_run_is_resumed_under_another_schedule(runs: Runs, saves: str, resumes: str) -> None:
+def test_run_resumes_under_another_schedule(runs: Runs, saves: str, resumes: str) -> None:
     """With an optimizer's state that is saved fully reshardable, which is not the default."""
     runs.compare(f"resumed: {saves}, {resumes}", "resumed: stock, stock")

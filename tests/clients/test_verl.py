@@ -1,4 +1,4 @@
-"""verl's Megatron engine with schedules of this package as with Megatron's own 1F1B."""
+"""verl's Megatron engine with schedules of this package as with Megatron's 1F1B."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPES = {
     "critic": {"critic": True},
     "critic, two replicas": {"critic": True, "pipeline": 2},
 }
-"""Of the engine: sequences packed in batches of as many tokens, or padded; a policy or a critic."""
+"""Batches of the engine: packed up to a token limit, or padded; a policy or a critic."""
 
 SAVES = ("stock", "v-half")
 MATRIX = [*matrix(SHAPES), *((shape, SHARED) for shape in ("padded", "packed, two replicas"))]
@@ -50,18 +50,18 @@ RESUMED = tuple((saves, resumes) for saves in SAVES for resumes in SAVES)
 
 
 @pytest.mark.parametrize(("shape", "schedule"), MATRIX)
-def test_results_are_verls_own(runs: Runs, shape: str, schedule: str) -> None:
+def test_results_equal_verl_with_1f1b(runs: Runs, shape: str, schedule: str) -> None:
     """Log-probabilities, entropy, values, losses, norms where verl collects them, and weights."""
     runs.compare(f"{shape}: {schedule}", f"{shape}: stock", tolerance_of(schedule))
     assert [record["chunks"] for record in runs.records_of(f"{shape}: {schedule}")] == [2] * 4
 
 
 @pytest.mark.parametrize(("saves", "resumes"), RESUMED[1:])
-def test_a_run_goes_on_from_its_checkpoint(runs: Runs, saves: str, resumes: str) -> None:
+def test_resumed_run_equals_1f1b(runs: Runs, saves: str, resumes: str) -> None:
     runs.compare(f"resumed: {saves}, {resumes}", "resumed: stock, stock")
 
 
-def test_nothing_of_this_package_stays_allocated_between_phases(runs: Runs) -> None:
+def test_package_frees_its_memory_between_phases(runs: Runs) -> None:
     """When verl has offloaded model and optimizer, an inference engine has the GPU's memory."""
     package_records, stock_records = (
         runs.records_of(f"offloaded: {schedule}") for schedule in ("v-half", "stock")
@@ -73,7 +73,7 @@ def test_nothing_of_this_package_stays_allocated_between_phases(runs: Runs) -> N
     runs.compare("offloaded: v-half", "offloaded: stock")
 
 
-def test_the_configuration_that_verl_saves_is_read(runs: Runs) -> None:
+def test_rehearsal_reads_the_saved_configuration(runs: Runs) -> None:
     folder = runs.folder.parent / "saved by v-half"
     command = read_command([str(folder / "transformer_config.json")])
     expected = {"--num-layers": 8, "--pipeline-model-parallel-size": 4, "--padded-vocab-size": 384}

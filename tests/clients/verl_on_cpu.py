@@ -1,4 +1,4 @@
-"""verl's own Megatron engine on a CPU: log-probs, entropy, values, PPO steps, checkpoints."""
+"""verl's Megatron engine on a CPU: log-probs, entropy, values, PPO steps, checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def engine_of(case: SimpleNamespace) -> Any:
         case.pipeline,
         packed=not case.padded,
         critic=case.critic,
-        dtype="float32",  # verl's own configuration allows 16 bits only
+        dtype="float32",  # verl's configuration allows 16 bits only
         overrides=overrides,
     )
     if case.critic:
@@ -82,7 +82,7 @@ def train(engine: Any, case: SimpleNamespace, record: dict[str, Any]) -> None:
 
 def bytes_left(engine: Any, live: LiveBytes) -> int:
     """Count the bytes of all ranks between phases, when verl has offloaded model and optimizer."""
-    with _disable_current_modes():  # what verl copies to the host is not counted
+    with _disable_current_modes():  # verl's copies to the host are not counted
         engine.to("cpu")
         num_bytes = torch.tensor(live.count())
         dist.all_reduce(num_bytes)
@@ -91,7 +91,7 @@ def bytes_left(engine: Any, live: LiveBytes) -> int:
 
 
 def main(case: SimpleNamespace) -> dict[str, Any]:
-    """Return what this rank has of a case: results where verl collects them, and weights."""
+    """Return the weights, and the results on the ranks where verl collects them."""
     dist.init_process_group("gloo")
     case.live = LiveBytes() if case.offloads else None
     with case.live or nullcontext():
@@ -104,7 +104,7 @@ def run(case: SimpleNamespace) -> dict[str, Any]:
     if case.example:
         return {"steps": verl_ppo.run(engine, on_cpu.VOCABULARY, case.steps)}
     if case.resumes:
-        with torch.no_grad():  # in 32 bits the optimizer's own copies are views of parameters
+        with torch.no_grad():  # in 32 bits the optimizer's copies are views of parameters
             engine.load_checkpoint(case.resumes, del_local_after_load=False)
     record: dict[str, Any] = {"inferred": [], "losses": [], "left": [], "held": []}
     record["chunks"] = len(engine.module)
@@ -136,5 +136,5 @@ if __name__ == "__main__":
         saves_in=None,
         resumes=None,
         example=False,
-        offloads=False,  # counts what stays allocated between phases
+        offloads=False,  # counts the bytes that stay allocated between phases
     )
