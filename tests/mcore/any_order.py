@@ -15,11 +15,10 @@ from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 
 
 def drawn(like: Schedule, seed: int) -> Schedule:
-    """Return an order of its placement in which every stage takes its microbatches in turn.
+    """Return a random schedule of its placement with the microbatches of every stage in order.
 
-    One pass after the other is drawn from those that could run next, on whatever device, so no
-    order of a device can wait for another for ever. Of each stage a draw decides whether its
-    backwards are split.
+    Passes are drawn one by one from the passes that could run next on any device, so no device
+    waits for another forever. A draw per stage decides whether its backwards are split.
     """
     rng = random.Random(seed)
     splits = [rng.random() < 0.7 for _ in range(like.num_stages)]
@@ -57,7 +56,7 @@ def drawn(like: Schedule, seed: int) -> Schedule:
 
 
 def start(rank: int, given: object) -> None:
-    """Have every training step of this process run an order of its own."""
+    """Make every training step of this process run a different random schedule."""
     original = PipelineRunner._program
     steps = 0
 

@@ -1,4 +1,4 @@
-"""A plugin of the farm's ranks: has B run no jobs of a W, or tells how many it ran."""
+"""A plugin of the farm: B runs no jobs of a W, or the number of those jobs is printed."""
 
 from __future__ import annotations
 

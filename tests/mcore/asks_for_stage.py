@@ -1,4 +1,4 @@
-"""A plugin of the farm: a loss function that asks which stage this is, as some libraries' does."""
+"""A plugin of the farm: a loss function that queries the pipeline stage, as in some libraries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel import schedules, utils
 
 
 def start(rank: int, given: object) -> None:
-    """Have Megatron's loss functions of this process end the run unless they are told the last."""
+    """Make Megatron's loss functions of this process fail unless they see the last stage."""
     original = schedules.forward_step_calc_loss
     signature = inspect.signature(original)
 

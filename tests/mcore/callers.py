@@ -1,14 +1,14 @@
-"""Who asks Megatron-Core which stage this is, in libraries on top of it, and what they do by it.
+"""Callers that query the pipeline stage of Megatron-Core, in libraries on top of it, and their use.
 
 Read at these versions: ms-swift 4.6.0, mcore-bridge 1.6.5, verl 0.9.1, slime 624b824, NeMo-RL
-7ea279a, ROLL 8eb27cc, Megatron-Bridge 0.6.2. `bash scripts/test.sh --clients` looks for askers that
-are not here in what is installed then.
+7ea279a, ROLL 8eb27cc, Megatron-Bridge 0.6.2. `bash scripts/test.sh --clients` searches the
+installed versions for callers that are missing here.
 
-The answer that is right for all of them is the plain one, with the loss where Megatron's own
-schedules make it: on the last pipeline rank. So a library's V is counted from its other side
-(`setup.configure.build_pipeline`), nobody outside a pass is told anything but Megatron's own
-answers, and whatever has collected the results, whoever reads them finds them there. Inside a pass,
-and of a chunk named by `vp_stage`, the answer is about that stage.
+The correct answer for all of them is Megatron's, with the loss where Megatron's schedules compute
+it: on the last pipeline rank. For a library, the V placement is therefore counted from its other
+side (`setup.configure.build_pipeline`), code outside a pass gets Megatron's answers, and results
+are found on the rank that Megatron would use. Inside a pass, and for a chunk with `vp_stage`, the
+answer is for that stage.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 class Caller(NamedTuple):
-    """A file that asks."""
+    """A file that queries the stage."""
 
     library: str
     file: str

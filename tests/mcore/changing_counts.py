@@ -91,9 +91,10 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _train(options: dict[str, Any], live_bytes: LiveBytes) -> dict[str, Any]:
-    """Run the steps; return losses, and what is in use when a half of them and all have run.
+    """Run the steps; return losses, and memory in use after half of the steps and after all.
 
-    `between` has the bytes at the end of each step that an inference engine on this GPU cannot use.
+    `between` gets the bytes at the end of each step that an inference engine on this GPU cannot
+    use.
     """
     ranks, number = dist.get_world_size(), options["steps"]
     mpu.initialize_model_parallel(1, ranks)

@@ -120,14 +120,14 @@ def batches(rank: int) -> Iterator[Any]:
 
 
 class Chunks:
-    """Two stages of a rank, and what their passes have made."""
+    """Two stages of a rank, and the results of their passes."""
 
     def __init__(self, rank: int, texts: tuple[str, str], by_layers: bool, **options: Any) -> None:
         ties = options.pop("ties", False)
         model_parallel_cuda_manual_seed(1, force_reset_rng=True)
         self.state = split_state()
         config = config_of(**options)
-        # Asked while it is built, a chunk that predicts more tokens has to be the last.
+        # During its construction, a chunk with multi-token prediction has to be the last.
         parallel_state.is_pipeline_last_stage = lambda **_: True
         models = [chunk_of(text, config, ties) for text in texts]
         if ties:
@@ -160,7 +160,7 @@ class Chunks:
             MegatronStage(step, chunk, chunk, is_last=">" in text, has_several_chunks=False)
             for chunk, text in enumerate(texts)
         ]
-        # Asked without a stage, it is about the one that runs, which a run's hooks know.
+        # Without an explicit stage, the query is for the running one, which the hooks know.
         parallel_state.is_pipeline_last_stage = lambda **_: (
             ">" in texts[self.state.running_chunk or 0]
         )
@@ -169,7 +169,7 @@ class Chunks:
         self._rank = rank
 
     def inputs_of(self, work: Pass) -> Tensor | None:
-        """Return what the pass receives, None where it is at that end of the model."""
+        """Return the input of the pass, None on the first stage for F and on the last for B."""
         if ("<" if work.kind is Kind.F else ">") in self._texts[work.stage]:
             return None
         seed = 1000 * self._rank + 100 * work.stage + 10 * work.microbatch + (work.kind is Kind.F)
@@ -177,7 +177,7 @@ class Chunks:
         return torch.randn(TOKENS, BATCH, HIDDEN, generator=generator).bfloat16()
 
     def run(self, *passes: Pass) -> None:
-        """Run a pass, or an F beside another, and keep what they make."""
+        """Run a pass, or an F that overlaps another pass, and keep their results."""
         first, *overlapped_passes = passes
         stage, received = self.stages[first.stage], self.inputs_of(first)
         if overlapped_passes:
@@ -240,10 +240,10 @@ def recomputing_without_te() -> Any:
 
 
 def alike(mine: Tensor, plain: Tensor, sums_twice: bool) -> bool:
-    """Return whether all bits are equal; of a sum of two, whether it is but for its rounding.
+    """Return whether all bits are equal, except for the rounding of a sum of two terms.
 
-    What is looked up for the prediction of more tokens, as by the first layer, has its gradient
-    added up within one graph in 16 bits without plans, and from two of them in 32 bits with these.
+    The gradient of embeddings that multi-token prediction also uses is accumulated in one graph in
+    16 bits without plans, and from two graphs in 32 bits with plans.
     """
     if sums_twice:
         return bool((mine - plain).norm() <= 2**-8 * plain.norm())
@@ -251,7 +251,7 @@ def alike(mine: Tensor, plain: Tensor, sums_twice: bool) -> bool:
 
 
 def unlike(rank: int, cases: dict[str, Case]) -> dict[str, list[str]]:
-    """Return by case what of results and gradients differs by a bit from passes without plans."""
+    """Return by case the results and gradients that differ by a bit from passes without plans."""
     form_groups()
     differences = {}
     for name, (texts, order, options) in cases.items():
@@ -284,7 +284,7 @@ def never_waiting() -> Any:
 
 
 def unrecorded(by: str) -> Any:
-    """Have a module not say which streams use memory."""
+    """Make a module not record which streams use its memory."""
     record = Tensor.record_stream
 
     def only_by_others(tensor: Tensor, stream: Any) -> None:
@@ -295,7 +295,7 @@ def unrecorded(by: str) -> Any:
 
 
 def emptying_experts_input() -> Any:
-    """Have Megatron's plans empty what the experts of a rank with one of them keep for B."""
+    """Make Megatron's plans free tensors that the experts of a rank with one expert keep for B."""
     try:
         owner = importlib.import_module("megatron.core.models.common.utils")
     except ModuleNotFoundError:  # before 0.19
@@ -321,7 +321,7 @@ MUTANTS: dict[str | None, Callable[[], Any]] = {
 def wrong_on_streams(
     rank: int, cases_by_mutant: dict[str | None, dict[str, Case]]
 ) -> dict[str | None, dict[str, list[str]]]:
-    """Return what is wrong with the use of streams, by mutant and case."""
+    """Return the errors in the use of streams, by mutant and case."""
     form_groups()
     faults: dict[str | None, dict[str, list[str]]] = {}
     for mutant, cases in cases_by_mutant.items():

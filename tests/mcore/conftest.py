@@ -32,7 +32,7 @@ def farm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Farm]:
 
 @pytest.fixture(scope="session")
 def train(farm: Farm) -> Callable[..., Ended]:
-    """Return a function that trains on so many ranks with these flags, once for the session."""
+    """Return a function that trains on a number of ranks with these flags, once per session."""
     runs: dict[tuple[object, ...], Ended] = {}
 
     def run(

@@ -6,6 +6,6 @@ from megatron.training import dgrad_logging
 
 
 def start(rank: int, given: object) -> None:
-    """Remove the stand-ins for layers of Transformer Engine, which are not types."""
+    """Remove the fake layers of Transformer Engine, which are not types."""
     types = [layer for layer in dgrad_logging.LINEAR_TYPES if isinstance(layer, type)]
     dgrad_logging.LINEAR_TYPES = tuple(types)

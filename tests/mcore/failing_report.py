@@ -5,7 +5,7 @@ from megatron_vshape.mcore.observe import report
 
 
 def start(rank: int, given: object) -> None:
-    """Fail in what the report needs on every rank."""
+    """Make a function of the report fail on every rank."""
 
     def fail(memories: object) -> None:
         raise ScheduleError("the costs are for 2 stages, the schedule has 4")

@@ -1,10 +1,10 @@
-"""Streams without a GPU: what is computed at once is judged as if it had only been launched.
+"""Streams without a GPU: operations run at once but are checked as asynchronous launches.
 
-Every operation belongs to the stream that is current; a stream's clock says how much of every
-stream is over when it gets there, by events and waits alone. Told are accesses of one piece of
-memory that nothing orders, memory that is let go of while another stream may still be using it
-(its own stream hands it out again, at once or when it allocates next), and uses of memory that has
-been emptied. What was emptied and is made large again is the current stream's from then on.
+Every operation belongs to the current stream. The clock of a stream counts the completed operations
+of every stream that it has seen by events and waits. Errors are unordered accesses to the same
+memory, memory freed while another stream may still use it (its stream reuses it at once or at its
+next allocation), and uses of freed memory. A freed storage that is resized again belongs to the
+current stream from then on.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ class Memory:
 
 
 class Streams(TorchDispatchMode):
-    """The streams of a device that is not there, and what is wrong with their use."""
+    """The streams of a simulated device, and the errors in their use."""
 
     def __init__(self, at_once: bool) -> None:
         super().__init__()
         self._at_once = at_once
         self.clocks: dict[str, Clock] = {}
-        self.host: Clock = Counter()  # what the host has waited for
+        self.host: Clock = Counter()  # operations that the host has waited for
         self.current = "main"
         self.wrong: list[str] = []
         self._memories: dict[int, Memory] = {}
-        self._free: dict[str, list[Use]] = {}  # by stream, the uses of what it may hand out
-        self._since: list[tuple[int, str]] = []  # numbers of nodes, and whose those from it on are
-        self._numbers: dict[Node, int] = {}  # of those that were given another later
+        self._free: dict[str, list[Use]] = {}  # by stream, the uses of its reusable memory
+        self._since: list[tuple[int, str]] = []  # first node number and stream
+        self._numbers: dict[Node, int] = {}  # original numbers of renumbered nodes
         self.made = 0
 
     def clock(self, stream: str) -> Clock:
@@ -82,7 +82,7 @@ class Streams(TorchDispatchMode):
         self.clocks[stream] = self.clock(stream) | moment
 
     def record(self, tensor: Tensor, stream: str) -> None:
-        """Do what record_stream does: the memory is handed out once the stream is through."""
+        """Emulate record_stream: the memory is reusable when the stream has completed its work."""
         self._memory(tensor).recorded.add(stream)
 
     def __torch_dispatch__(
@@ -127,7 +127,7 @@ class Streams(TorchDispatchMode):
             meets = one.begin < use.end and use.begin < one.end
             if meets and (writes or one.writes) and clock[one.stream] < one.number:
                 self.wrong.append(f"{function} on {stream} does not wait for {one.stream}")
-        # What comes later on the stream comes after its earlier uses, whatever it waits for.
+        # Later operations of the stream come after its earlier uses, whatever it waits for.
         memory.uses = [
             one
             for one in memory.uses
@@ -136,7 +136,7 @@ class Streams(TorchDispatchMode):
         memory.uses.append(use)
 
     def collect(self) -> None:
-        """Look at what has been let go of since the last look: its own stream may get it."""
+        """Process storages freed since the last call: their streams may reuse them."""
         for key, memory in list(self._memories.items()):
             if memory.alive.expired():
                 del self._memories[key]
@@ -156,7 +156,7 @@ class Streams(TorchDispatchMode):
             memory.uses.clear()
 
     def make_large(self, storage: Any) -> None:
-        """Note that an emptied storage is allocated anew: by whoever runs now."""
+        """Record that a freed storage is allocated again, by the current stream."""
         memory = self._memories.get(storage._cdata)
         self._hand_out(self.current)
         if memory is not None:
@@ -164,7 +164,7 @@ class Streams(TorchDispatchMode):
             memory.recorded.clear()
 
     def segments(self) -> list[dict[str, Any]]:
-        """Return what torch.cuda.memory_snapshot tells of memory: here, a segment is a storage."""
+        """Return the fields of torch.cuda.memory_snapshot; here, a segment is a storage."""
         self.collect()
         blocks = []
         for memory in self._memories.values():
@@ -180,14 +180,14 @@ class Streams(TorchDispatchMode):
         return blocks
 
     def enter(self, stream: str) -> None:
-        """Have what comes be that stream's, and the nodes of what is computed."""
+        """Assign the following operations and autograd nodes to that stream."""
         self.current = stream
         with _disable_current_modes():
             number = torch.empty(0, requires_grad=True).exp().grad_fn._sequence_nr()
         self._since.append((number, stream))
 
     def number(self, tensor: Tensor, value: int) -> None:
-        """Give a tensor's node another number, as Megatron does, and remember its own."""
+        """Give a tensor's node another number, as Megatron does, and store the original."""
         if tensor is not None and tensor.grad_fn is not None:
             self._numbers.setdefault(tensor.grad_fn, tensor.grad_fn._sequence_nr())
             tensor.grad_fn._set_sequence_nr(value)
@@ -196,7 +196,7 @@ class Streams(TorchDispatchMode):
     def backward_of(self, root: Node) -> Iterator[None]:
         """Run every node meanwhile on the stream of its forward, as autograd does on a GPU.
 
-        That stream waits for what the node reads, and the one that runs now at the end for all.
+        That stream waits for the inputs of the node, and the current one waits for all at the end.
         """
         outer = self.current
         moments = {
@@ -241,7 +241,7 @@ class Streams(TorchDispatchMode):
             self._hand_out(memory.stream)
 
     def _hand_out(self, stream: str) -> None:
-        """Give the stream what of its memory has been let go of: it goes on with that."""
+        """Return freed memory to the stream, which continues with it."""
         clock = self.clock(stream)
         for use in self._free.pop(stream, ()):
             if clock[use.stream] < use.number:
@@ -256,7 +256,7 @@ def _is_view(function: Any) -> bool:
 
 def _written(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that the operation writes to."""
-    if function.namespace == "c10d":  # whose schemas do not say; the outputs come first
+    if function.namespace == "c10d":  # these schemas lack it; the outputs come first
         return [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor)]
     arguments = function._schema.arguments
     pairs = list(zip(arguments, args, strict=False))
@@ -273,7 +273,7 @@ def _written(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> l
 
 
 class Stream:
-    """Stands in for torch's; of one name all are the same."""
+    """Replaces torch's stream; streams of one name are equal."""
 
     device = torch.device("cpu")
 
@@ -283,7 +283,7 @@ class Stream:
 
     @property
     def cuda_stream(self) -> int:
-        """Return the number that a GPU's driver knows it by."""
+        """Return the number of the stream in a GPU's driver."""
         return hash(self.name)
 
     def wait_stream(self, stream: Stream) -> None:
@@ -308,7 +308,7 @@ class Stream:
 
 
 class Event:
-    """Stands in for torch's."""
+    """Replaces torch's event."""
 
     def __init__(self, of: Streams, *args: Any, **options: Any) -> None:
         self._streams, self._moment = of, Counter()
@@ -326,10 +326,9 @@ class Event:
 
 @contextmanager
 def streams_without_a_gpu(at_once: bool = True) -> Iterator[Streams]:
-    """Have torch's streams and events be these, and Megatron's stream of exchanges a new one.
+    """Replace torch's streams and events, and give Megatron a new stream for all-to-alls.
 
-    With `at_once` a stream uses memory anew when it is let go of, whatever it would wait for until
-    it allocates.
+    With `at_once` a stream reuses memory when it is freed, before it waits for anything.
     """
     streams = Streams(at_once)
     resize = torch.UntypedStorage.resize_

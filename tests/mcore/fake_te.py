@@ -1,8 +1,8 @@
-"""Linear layers that hand their weight gradients over exactly as Transformer Engine's do.
+"""Linear layers that provide their weight gradients exactly as Transformer Engine's do.
 
-The layers compute with torch; what is TE's, in its order and with its names, is how backward asks
-the store and what it hands over: closures over `wgrad_gemm_kwargs`, a `functools.partial` for
-grouped layers, main_grad as the GEMM's output, None or a dummy as the gradient.
+The layers compute with torch. The interface between backward and the store is TE's, in its order
+and with its names: closures over `wgrad_gemm_kwargs`, a `functools.partial` for grouped layers,
+main_grad as the GEMM's output, None or a dummy as the gradient.
 """
 
 import functools
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class WeightGradStore:
-    """TE's own store, which the adapter takes out."""
+    """TE's store, which the adapter reads."""
 
     def __init__(self, delay_wgrad_compute: bool = False) -> None:
         self.context = queue.Queue() if delay_wgrad_compute else None
@@ -63,7 +63,7 @@ def general_grouped_gemm(
 
 
 def _returned_gradient(layer: "TeLayer", weight: nn.Parameter, grad: Tensor | None) -> Any:
-    """Return what TE's backward returns for a weight: Megatron's DDP is in there."""
+    """Return the result of TE's backward for a weight, for Megatron's DDP."""
     if not layer.fuse_wgrad_accumulation:
         return grad
     if not hasattr(weight, "grad_added_to_main_grad"):
@@ -73,7 +73,7 @@ def _returned_gradient(layer: "TeLayer", weight: nn.Parameter, grad: Tensor | No
 
 
 class TeLayer(nn.Module):
-    """What TE's layers have in common."""
+    """The common part of TE's layers."""
 
     def __init__(
         self, bias: bool, fused: bool, return_bias: bool, dtype: torch.dtype, group: Any
@@ -96,7 +96,7 @@ class TeLayer(nn.Module):
         self.register_parameter(name, nn.Parameter(value))
 
     def now_first(self) -> bool:
-        """Return what Megatron's subclass passes to TE's forward."""
+        """Return the arguments of Megatron's subclass for TE's forward."""
         first, self.is_first_microbatch = self.is_first_microbatch, False
         return first
 
@@ -228,7 +228,7 @@ class _Mlp(torch.autograd.Function):
     def backward(ctx, grad_output):
         x, fc1_out, fc1_weight, fc1_bias, fc2_weight, fc2_bias = ctx.saved_tensors
         layer, store = ctx.layer, ctx.wgrad_store
-        # TE has the parameters themselves, which under a checkpoint are not what is saved.
+        # TE uses the parameters themselves, which under a checkpoint are not the saved tensors.
         fc1, fc2 = layer.fc1_weight, layer.fc2_weight
         dy = grad_output.reshape(-1, grad_output.shape[-1])
         ln_out_total = x.reshape(-1, x.shape[-1])
@@ -361,7 +361,7 @@ class _Grouped(torch.autograd.Function):
 
 
 def _gather(tensor: Tensor, group: Any, userbuffer: Tensor | None = None) -> Tensor:
-    """Return the whole; in a userbuffer a view of what the next gather overwrites."""
+    """Return the full tensor; in a userbuffer a view that the next all-gather overwrites."""
     gathered = tensor.new_empty(tensor.shape[0] * group.size(), *tensor.shape[1:])
     if userbuffer is not None:
         gathered = userbuffer[: gathered.numel()].view(gathered.shape)

@@ -1,8 +1,8 @@
 """Runs Megatron's trainer many times and imports it once.
 
-A farm is a process that has imported torch and Megatron, and forks a set of ranks for every run
-it is asked for: importing costs ten seconds, forking none. Run as a script it is that process;
-`Farm` starts it and asks.
+A farm is a process that has imported torch and Megatron, and forks a set of ranks for every
+requested run: imports cost ten seconds, a fork almost nothing. As a script, this file is that
+process; `Farm` starts it and sends requests.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MODEL = (
     "--micro-batch-size 1 --global-batch-size 8 --train-iters 1 --lr 1e-3 --min-lr 1e-3 "
     "--lr-decay-style constant --eval-iters 0 --eval-interval 1000 --log-interval 1 --num-workers 0"
 ).split()
-"""A GPT of eight small layers; what comes later on a command line overrides it."""
+"""A GPT of eight small layers; later flags of a command line override it."""
 
 LATE_IMPORTS = (
     "megatron.core.tokenizers.text",
@@ -57,7 +57,7 @@ LATE_IMPORTS = (
     "torch._dynamo",
     "torch.utils.serialization",
 )
-"""What every run would import by itself, in each of its ranks; more than half of their time."""
+"""Imports of every run, which would otherwise need more than half of the time of each rank."""
 
 
 def _left(flags: Sequence[str], without: Sequence[str]) -> list[str]:
@@ -73,7 +73,7 @@ def _left(flags: Sequence[str], without: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a run ended: exit codes, the ranks' output, and what `recorder` kept of each."""
+    """Outcome of a run: exit codes, the ranks' output, and the record of each rank."""
 
     codes: list[int | None]  # None: still running when time was up
     output: list[str]
@@ -82,7 +82,7 @@ class Ended:
 
     @property
     def record(self) -> dict[str, Any]:
-        """Return what the last pipeline rank recorded, which has the losses."""
+        """Return the record of the last pipeline rank, which has the losses."""
         return self.records[-1]
 
     def merged(self, key: str) -> dict[str, torch.Tensor]:
@@ -184,11 +184,11 @@ class Farm:
         given: Any = None,
         stock: bool = False,
     ) -> Ended:
-        """Train on `ranks` ranks, all one pipeline unless the arguments say otherwise.
+        """Train on `ranks` ranks, all one pipeline unless the arguments specify otherwise.
 
-        The flags in `without`, and their values, are left out of `MODEL`. With `live` the second
-        training step is counted byte by byte. `stall` names a pass before which its rank sleeps,
-        and how many seconds: "F5.1 8". Every rank first calls `start(rank, given)` of the file
+        The flags in `without`, and their values, are removed from `MODEL`. With `live` the second
+        training step is counted byte by byte. `stall` names a pass and the seconds that its rank
+        sleeps before it: "F5.1 8". Every rank first calls `start(rank, given)` of the file
         `plugin`, if there is one. A `stock` run has none of our hooks.
         """
         self._runs += 1
@@ -230,7 +230,7 @@ class Farm:
 
 
 def _serve() -> None:
-    """Import what every run needs, then run what each line of stdin orders."""
+    """Import the modules of every run, then run the request of each line of stdin."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.argv = [str(SCRIPT)]
@@ -255,9 +255,9 @@ def _serve() -> None:
     search.default_steps = lambda _problem: 40_000  # every rank plans, on the same processors
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
-    MockGPTLowLevelDataset.size = 2000  # documents of 2000 tokens; a run takes a few
+    MockGPTLowLevelDataset.size = 2000  # documents of 2000 tokens; a run uses a few
     gc.collect()
-    gc.freeze()  # a rank's collections need not look at, and so copy, what was imported
+    gc.freeze()  # the garbage collector need not visit, and so copy, the imported objects
 
     for line in sys.stdin:
         order = json.loads(line)
@@ -273,7 +273,7 @@ def _serve() -> None:
 
 
 def _read_docstrings_once() -> None:
-    """Keep what Megatron parses its configs' source for: two thirds of a short run's time."""
+    """Cache Megatron's parse of its configs' source: two thirds of the time of a short run."""
     try:
         from megatron.training.argument_utils import ArgumentGroupFactory
     except ModuleNotFoundError:  # 0.17
@@ -292,7 +292,7 @@ def _read_docstrings_once() -> None:
 
 
 def _leave_out_what_tells_nothing() -> None:
-    """Spare every rank what takes a tenth of a short run beside its steps."""
+    """Skip work in every rank that needs a tenth of a short run outside its steps."""
     for stream in (sys.stdout, sys.stderr):
         vars(stream).pop("write", None)  # wandb looks at every line that is printed
     # torch looks for plug-ins among all installed packages, group by group.
@@ -301,11 +301,11 @@ def _leave_out_what_tells_nothing() -> None:
     with contextlib.suppress(ModuleNotFoundError):  # not in every version
         from megatron.training import ft_integration
 
-        ft_integration.setup = lambda: None  # reads all arguments to find that it is not asked for
+        ft_integration.setup = lambda: None  # reads all arguments, and is disabled
 
 
 def _fork_what_saving_spawns() -> None:
-    """Have the first save of a rank fork the server of its queue, which would import torch anew."""
+    """Make the first save of a rank fork its queue server, which would import torch again."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     spawning = getattr(filesystem_async, "get_write_results_queue", None)
@@ -326,9 +326,9 @@ def _close_connections() -> None:
 
 
 def _free_port() -> int:
-    """Return a port that nobody has, nor gets before it is used.
+    """Return a free port that stays free until it is used.
 
-    Those that the system gives by itself, to the connections of other ranks too, begin at 32768.
+    Ports that the system assigns, also to connections of other ranks, start at 32768.
     """
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)
@@ -383,7 +383,7 @@ def _become_rank(rank: int, port: int, order: dict[str, Any], source: Any, recor
 
 
 def _wait(children: list[int], timeout_s: float) -> tuple[list[int | None], list[float]]:
-    """Return the children's exit codes and when they ended; kill what is left when time is up."""
+    """Return the children's exit codes and end times; kill the remaining ones at the timeout."""
     codes: dict[int, int | None] = {}
     ended_s: dict[int, float] = {}
     deadline = time.monotonic() + timeout_s

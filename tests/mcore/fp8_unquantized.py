@@ -1,6 +1,6 @@
-"""A plugin of the farm: FP8 in all that Megatron does, while TE's layers compute unquantized.
+"""A plugin of the farm: Megatron's FP8 code runs, while TE's layers compute unquantized.
 
-A CPU has no FP8 kernels. With --fp8-format Megatron tells the layers which microbatch is the first.
+A CPU has no FP8 kernels. With --fp8-format Megatron marks the first microbatch for the layers.
 """
 
 from contextlib import nullcontext

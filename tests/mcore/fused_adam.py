@@ -1,7 +1,7 @@
-"""A plugin of the farm: an Adam as Apex and Transformer Engine have it, in plain torch.
+"""A plugin of the farm: the Adam of Apex and Transformer Engine, in plain torch.
 
-Megatron's distributed optimizer saves and loads the state of theirs, whose step is counted in the
-parameter group, and not that of torch's. Only the fused kernel is replaced, by what it computes.
+Megatron's distributed optimizer saves and loads the state of their Adam, which counts steps in the
+parameter group, but not the state of torch's. Only the fused kernel is replaced, by torch code.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Take one step."""
+        """Run one step."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             lists: list[list[torch.Tensor]] = [[], [], [], []]

@@ -1,14 +1,14 @@
-"""CUDA graphs without a GPU, with the lifetimes that they have on one.
+"""CUDA graphs without a GPU, with the memory lifetimes of a GPU.
 
-A capture records what torch computes, and a replay computes it again, into the same memory. That
-memory is a pool as CUDA's allocator has it: what nothing refers to any more is given to the next
-tensor that is captured, in this graph or in a later one. So whoever keeps a result that a later
-replay overwrites has the wrong numbers afterwards, and a run that compares numbers sees it.
+A capture records the operations of torch, and a replay computes them again, into the same memory.
+That memory is a pool as in CUDA's allocator: memory without references is given to the next
+captured tensor, in this graph or in a later one. Code that keeps a result after a later replay
+overwrites it has wrong numbers, and a run that compares numbers detects it.
 
-`start` is a plugin of the farm. Where Transformer Engine's Python is at hand, it is its own
-`make_graphed_callables` that captures; else `make_graphed_callables` below stands in, which keeps
-and drops tensors as it does. Megatron's own graphs Megatron captures, and drops what TE would let
-it drop.
+`start` is a plugin of the farm. If Transformer Engine's Python is available, its
+`make_graphed_callables` captures the graphs; otherwise `make_graphed_callables` below, which keeps
+and drops the same tensors. Megatron captures its graphs itself, and drops the tensors that TE would
+allow it to drop.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Pool:
         self._free: dict[int, list[np.ndarray]] = {}  # by size
 
     def segments(self) -> list[dict[str, Any]]:
-        """Return what torch.cuda.memory_snapshot tells."""
+        """Return the fields of torch.cuda.memory_snapshot."""
         return [
             {"address": address, "total_size": block.nbytes, "segment_pool_id": POOL_ID}
             for address, block in self._blocks.items()
@@ -68,7 +68,7 @@ class Pool:
         return tensor.untyped_storage().data_ptr() in self._blocks
 
     def unowned(self, tensor: Tensor) -> Tensor:
-        """Return the tensor without a hold on the pool's memory, if it is there."""
+        """Return the tensor without a reference to the pool's memory, if it is there."""
         if not self.owns(tensor):
             return tensor.detach()
         address = tensor.untyped_storage().data_ptr()
@@ -126,7 +126,7 @@ def _ended_work() -> torch.ScriptObject:
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs what is computed, puts its results into the pool, and records it."""
+    """Runs operations, puts their results into the pool, and records them."""
 
     runs = False
 
@@ -136,7 +136,7 @@ class _Recorder(TorchDispatchMode):
         self._before: list[tuple[Tensor, Tensor]] = []
 
     def undo(self) -> None:
-        """Take back what has been written to memory that is not the pool's: nothing ran yet."""
+        """Undo writes to memory outside the pool: nothing has run yet."""
         for tensor, then in reversed(self._before):
             tensor.copy_(then)
 
@@ -190,12 +190,12 @@ def capturing(graph: Graph, *unused: Any, **options: Any) -> Iterator[None]:
 
 
 def make_weak_ref(value: Any) -> Any:
-    """Return tensors without a hold on their memory, as TE's function of that name does."""
+    """Return tensors without a reference to their memory, as TE's function of that name does."""
     return tree_map(lambda x: pool.unowned(x) if isinstance(x, Tensor) else x, value)
 
 
 class _Replayed(torch.autograd.Function):
-    """TE's `Graphed`: copies in, replays, and gives out what lies in the graph's memory."""
+    """TE's `Graphed`: copies inputs, replays, and returns views of the graph's memory."""
 
     @staticmethod
     def forward(ctx, captured, *inputs):
@@ -225,7 +225,7 @@ class _Replayed(torch.autograd.Function):
 
 
 class _Captured:
-    """What is kept of one layer's graphs of one microbatch."""
+    """The state of one layer's graphs of one microbatch."""
 
     def __init__(self, function: Any, args: Sequence[Tensor], options: dict[str, Tensor]) -> None:
         self.function, self.args, self.options = function, args, options
@@ -279,9 +279,9 @@ def make_graphed_callables(
     num_warmup_iters: int,
     **unused: Any,
 ) -> tuple[_Captured, ...]:
-    """Capture in `_order`, and drop what TE drops when it does.
+    """Capture in `_order`, and drop tensors at the same time as TE does.
 
-    TE takes it that the gradient of a chunk's input has been sent, or read, when the next B ends.
+    TE assumes that the gradient of a chunk's input has been sent or read when the next B ends.
     """
     microbatches = len(_order) // len(_num_layers_per_chunk) // 2
     first, captured = [], []
@@ -331,7 +331,7 @@ def _printing(original: Callable[..., Any]) -> Callable[..., Any]:
 class _Norm(torch.autograd.Function):
     """torch's layer norm, which saves its input in Python as TE's and apex's do.
 
-    What such a function saves Megatron keeps until B has been captured, and nothing else.
+    Megatron keeps the tensors saved by such a function until B has been captured, and no others.
     """
 
     @staticmethod
@@ -359,7 +359,7 @@ def check_nothing() -> None:
 
 
 def run_layer_by_layer() -> None:
-    """Have every layer run its own job of a W, when TE calls it."""
+    """Make every layer run its job of a W when TE calls it."""
     put, run = graphs.Capture.put, graphs.Capture._run
 
     def put_apart(capture: Any, layer: Any, job: Any, parameters: Any) -> None:
@@ -381,7 +381,7 @@ def run_layer_by_layer() -> None:
 
 
 def capture_last_whole() -> None:
-    """Capture a chunk's last whole backward as one, where it runs as B, then W."""
+    """Capture a chunk's last full backward as one graph, although it runs as B, then W."""
     graphs.with_last_split = lambda passes: passes
 
 
@@ -391,13 +391,13 @@ CARELESS = {
     "layer by layer": run_layer_by_layer,
     "last whole": capture_last_whole,
 }
-"""What makes other numbers, by what a run is given."""
+"""Mutations that change the numbers, by the setting that enables them."""
 
 
 def watch_messages() -> None:
-    """Fail where a gradient is written to after it has been sent, within its step.
+    """Fail if a gradient is written to after it has been sent, within its step.
 
-    When a message has left, only its receiver knows.
+    A sent message is in the memory of its receiver only.
     """
     send, drain = Transport.send, Transport.drain
     sent_tensors: list[tuple[Any, Tensor, Tensor]] = []
@@ -418,9 +418,9 @@ def watch_messages() -> None:
 
 
 def start(rank: int, setting: Any) -> None:
-    """Have Megatron capture such graphs in this rank.
+    """Make Megatron capture such graphs in this rank.
 
-    Of what is `given` no copies are kept.
+    The values of `given` are not copied.
     """
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import cuda_graphs, transformer_layer
@@ -449,7 +449,7 @@ def start(rank: int, setting: Any) -> None:
         graph.make_weak_ref = make_weak_ref
         graph._graph_pool_handle = lambda: POOL_ID
         graph.graph_safe_rng_available = lambda: False
-        dot_product_attention.is_graph_capturing = lambda: False  # it would ask for such generators
+        dot_product_attention.is_graph_capturing = lambda: False  # it would require such generators
     else:
         cuda_graphs.HAVE_TE_GRAPHS = True
         cuda_graphs.make_graphed_callables = make_graphed_callables
@@ -459,7 +459,7 @@ def start(rank: int, setting: Any) -> None:
         given_args = transformer_layer.TransformerLayer._get_te_cuda_graph_replay_args
 
         def masked(layer: Any, *args: Any, **options: Any) -> Any:
-            # Megatron leaves the mask out, and TE's attention knows that it is causal.
+            # Megatron omits the mask, and TE's attention is causal.
             if "attention_mask" in options and options["attention_mask"] is None:
                 hidden = args[0] if args else options["hidden_states"]
                 length = hidden.shape[0]
@@ -469,7 +469,7 @@ def start(rank: int, setting: Any) -> None:
 
         transformer_layer.TransformerLayer._get_te_cuda_graph_replay_args = masked
         for name in ("transformer_engine", "transformer_engine.pytorch"):
-            sys.modules[name] = types.ModuleType(name)  # asked whether it is there
+            sys.modules[name] = types.ModuleType(name)  # imported to test whether it exists
     cuda_graphs.make_graphed_callables = _printing(cuda_graphs.make_graphed_callables)
     watch_messages()
     if setting in CARELESS:

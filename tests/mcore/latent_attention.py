@@ -1,7 +1,7 @@
 """A plugin of the farm: an attention that multi-latent attention can use on a CPU.
 
-Megatron has it with Transformer Engine's attention only: its own takes no heads whose keys are of
-another size than their values. Both sides of a comparison use this one.
+Megatron supports it with Transformer Engine's attention only: its local attention requires keys and
+values of the same size. Both sides of a comparison use this attention.
 """
 
 import functools
@@ -27,7 +27,7 @@ def _of_any_size(original: Callable[..., None]) -> Callable[..., None]:
 def _attend(self: Any, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any):
     """Return causal attention of [s, b, n, h] tensors, as [s, b, n * the values' h]."""
     scores = torch.einsum("qbnh,kbnh->bnqk", query, key) / math.sqrt(query.shape[-1])
-    queries, keys = scores.shape[-2:]  # the queries of a slice are the last of as many as keys
+    queries, keys = scores.shape[-2:]  # the queries of a slice are the last ones of the keys
     future = torch.ones(queries, keys, dtype=torch.bool).triu(1 + keys - queries)
     weights = scores.masked_fill(future, -math.inf).softmax(-1)
     return torch.einsum("bnqk,kbnh->qbnh", weights, value).flatten(2)

@@ -1,8 +1,7 @@
 """A plugin of the farm: mamba-ssm's scan and norm in plain torch, for Mamba layers on a CPU.
 
-Megatron's `MambaMixer` itself, with its linears, its convolution and its parameters, stays as it
-is; only the fused kernels it imports from mamba-ssm are replaced, by what they compute (Mamba-2,
-section 3).
+Megatron's `MambaMixer`, with its linears, convolution and parameters, is unchanged; only the fused
+kernels that it imports from mamba-ssm are replaced by torch code (Mamba-2, section 3).
 """
 
 from typing import Any
@@ -45,7 +44,7 @@ def scan(
     activation: str,
     **options: Any,
 ) -> Tensor:
-    """Return what `mamba_split_conv1d_scan_combined` does: (batch, length, heads * headdim)."""
+    """Compute `mamba_split_conv1d_scan_combined`: (batch, length, heads * headdim)."""
     assert activation == "silu"
     heads = len(decay)
     inner = heads * headdim

@@ -1,4 +1,4 @@
-"""Have the schedule by name win a trial on every rank, whatever steps it takes."""
+"""Make the named schedule win a trial on every rank, whatever the step time."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A plugin of the farm: microbatches of unlike length, and a config that says so."""
+"""A plugin of the farm: variable-length microbatches, and a config that declares them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron_vshape.core.program.instructions import Message
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.runtime.variable_p2p import VariableTransport
 
-LENGTHS = (32, 8, 24, 16, 16, 32, 8, 24)  # unlike too for one of two replicas: every other
+LENGTHS = (32, 8, 24, 16, 16, 32, 8, 24)  # also different for one of two replicas: every second one
 
 
 def start(rank: int, given: object) -> None:
-    """Cut the samples of this process, and tell Megatron that they differ.
+    """Shorten the samples of this process, and declare to Megatron that their lengths differ.
 
-    With `given`, messages are taken when they are posted, by the programs for NCCL.
+    With `given`, messages are received when they are posted, by the programs for NCCL.
     """
     if given is not None:
         VariableTransport.post = _take  # type: ignore[method-assign]

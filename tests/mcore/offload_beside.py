@@ -25,7 +25,7 @@ WAITED = "F0.2 D0.2 L0.2 R0.2 H0.2 B0.2 W0.2 F0.3 D0.3 L0.3 R0.3 H0.3 BW0.3"
 
 
 def run(chunks: Chunks, streams: Streams, text: str) -> None:
-    """Run passes, copies on streams of their own, and a backward's nodes on those of the F."""
+    """Run passes, copies on separate streams, and a backward's nodes on the streams of the F."""
     for (work,) in passes_of(text):
         stage = chunks.stages[work.stage]
         handler = stage.step.handlers().get(work.kind)
@@ -50,7 +50,7 @@ def moment_of(device: torch.device) -> Moment:
 
 
 def wrong_beside_shared_experts(rank: int, leaves_alone: bool) -> list[str]:
-    """Return what is wrong with the use of streams where shared experts have one of their own."""
+    """Return the errors in the use of streams if shared experts have a separate stream."""
     form_groups()
     options = {
         "overlap_moe_expert_parallel_comm": False,

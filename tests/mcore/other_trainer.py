@@ -1,16 +1,16 @@
-"""Trainers of other libraries than Megatron-LM, as small as they can be, on megatron.core alone.
+"""Minimal trainers of libraries other than Megatron-LM, on megatron.core alone.
 
-Each does what sets it apart: `bridge` (NVIDIA's Megatron-Bridge) defers its config's checks, asks
-core.pipeline_parallel.utils which stage this is and reads losses on the physical last rank;
-`verl` initializes the process groups before it has a config, asks parallel_state, gives every
-call another number of microbatches of other lengths and takes what it makes of the results from the
-rank with the last number; `areal` drops what the call returns and reads what its loss closure
-collected, where parallel_state says that the last stage is; `any` reads losses in all ways that
-are known (`READERS`); `rl` (megatron/rl in Megatron-LM) takes a rank's first chunk for its model,
-has it compute log-probabilities by its old weights and by others between two steps, one microbatch
-a call and no loss function, reads them on the physical last rank and sends them to all. All have
-imported Megatron's functions by name before any schedule is registered, and none needs
-Megatron-LM's trainer; `parsing_trainer` has one that does.
+Each emulates the special behavior of a library. `bridge` (NVIDIA's Megatron-Bridge) defers the
+checks of its config, queries the stage with core.pipeline_parallel.utils and reads losses on the
+physical last rank. `verl` initializes the process groups before it has a config, queries
+parallel_state, and gives every call another number of microbatches of other lengths; it reads
+results from the rank with the highest number. `areal` drops the results of the call and reads the
+values that its loss closure collected on the last stage according to parallel_state. `any` reads
+losses in all known ways (`READERS`). `rl` (megatron/rl in Megatron-LM) uses a rank's first chunk as
+its model and computes log-probabilities with its old weights and with others between two steps, one
+microbatch per call and without a loss function; it reads them on the physical last rank and sends
+them to all. All of them import Megatron's functions by name before any schedule is registered, and
+none needs Megatron-LM's trainer; `parsing_trainer` has one that does.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ EXPERTS = {
 
 @dataclass
 class DeferredConfig(TransformerConfig):
-    """A config that checks itself when it is told to."""
+    """A config that runs its checks on request only."""
 
     def __post_init__(self) -> None:
         pass
@@ -87,7 +87,7 @@ class DeferredConfig(TransformerConfig):
 
 @dataclass
 class HybridProvider(DeferredConfig):
-    """A config that builds hybrid models, and as Megatron-Bridge's takes one chunk for granted."""
+    """A config that builds hybrid models, and assumes one chunk as Megatron-Bridge's does."""
 
     pattern: str | None = None
 
@@ -137,7 +137,7 @@ def make_config(shape: str, ranks: int, trainer_options: dict[str, Any]) -> Any:
 
 
 def make_model(shape: str, config: Any, trainer_options: dict[str, Any]) -> list[nn.Module]:
-    """Return this rank's chunks, the ends where the library believes them to be."""
+    """Return this rank's chunks, with embedding and output layer where the library expects them."""
     sharded = trainer_options.get("distributed_optimizer", False)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.bf16,
@@ -194,7 +194,7 @@ class Shifted(nn.Module):
 
 
 class Doubled(VocabParallelEmbedding):
-    """A word embedding that is scaled by itself."""
+    """A word embedding with a scale."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens) * 2
@@ -292,10 +292,10 @@ def build(config: Any, pattern: str | None, ties: bool, ends: dict[str, Any]) ->
 
 
 def names_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of a chunk by their names in the whole model.
+    """Yield the parameters of a chunk by their names in the full model.
 
-    Of a weight whose rows ranks share, the number of the first follows the name, and an expert's is
-    told from those of the other ranks.
+    The name of a weight with rows on several ranks ends with the number of its first row, and the
+    name of an expert contains its rank.
     """
     shards = shards_of(model)
     for name, parameter in model.named_parameters():
@@ -364,7 +364,7 @@ def forward(
     seen_lengths: list[int] | None = None,
     smoothing: float = 0.0,
 ) -> tuple[Any, Any]:
-    """Run a microbatch, or return its plan; only an end of the model is given what it reads."""
+    """Run a microbatch, or return its plan; only the first and last stage get their data."""
     batch = next(data)
     if seen_lengths is not None and unwrapped(model).pre_process:
         seen_lengths.append(batch["tokens"].shape[1])
@@ -373,7 +373,7 @@ def forward(
         ends = is_pp_first_stage(group), is_pp_last_stage(group)
     else:
         ends = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
-    tokens = batch.pop("tokens")  # a library takes its batch apart
+    tokens = batch.pop("tokens")  # some libraries modify their batch
     positions = torch.arange(tokens.shape[1]).unsqueeze(0)
     mask = torch.triu(torch.ones(1, 1, tokens.shape[1], tokens.shape[1]), diagonal=1).bool()
     labels = batch["labels"] if ends[1] else None
@@ -397,8 +397,8 @@ def of_answers(
     """Return log-probabilities of the next tokens and the entropy, [b, s], as RL libraries do.
 
     The logits are the rows of a tensor-parallel rank. `branched` are log-probabilities by code that
-    takes them for all of the vocabulary where there is one such rank (ms-swift), `tuned` the losses
-    that the model itself makes of them (its GKD).
+    assumes the full vocabulary if there is one such rank (ms-swift), `tuned` the losses that the
+    model itself computes (its GKD).
     """
     group, labels = mpu.get_tensor_model_parallel_group(), tokens.roll(-1, 1)
     logits.div_(0.8)  # a temperature, in place as verl's
@@ -425,7 +425,7 @@ def padded(tokens: Tensor) -> Tensor:
 
 
 class Entropy(torch.autograd.Function):
-    """The entropy of rows that a group shares, with a gradient of the own rows as verl's has."""
+    """The entropy of rows distributed over a group, with the gradient of local rows (verl)."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -447,7 +447,7 @@ class Entropy(torch.autograd.Function):
 
 
 def policy_loss(tokens: Tensor, collected: list[float], outputs: dict[str, Tensor]) -> Any:
-    """Return a loss of log-probabilities and entropy, and what is to be known of both."""
+    """Return a loss of log-probabilities and entropy, and the metrics of both."""
     worth = torch.linspace(-1, 2, tokens.shape[1])
     old_log_probs = -4.0 + 0.1 * tokens
     ratio = (0.1 * (outputs["log_probs"] - old_log_probs)).exp()
@@ -468,10 +468,10 @@ def read_logits(
     call: tuple[Tensor, ...],
     smoothing: float = 0.0,
 ) -> tuple[Any, Any]:
-    """Call the model without labels, and make what is wanted of its logits.
+    """Call the model without labels, and compute results from its logits.
 
-    `where` is "call", beside the model's, as verl does, or "loss", in the function that is returned
-    as slime does.
+    `where` is "call", next to the model's call as in verl, or "loss", in the returned function as
+    in slime.
     """
     tokens = call[0]
     read = padded(tokens)
@@ -494,9 +494,9 @@ def losses_of(shape: str, returned: list[Any], collected: list[float]) -> list[f
 
 
 def by_rank(returned: list[Any], collected: list[float]) -> list[float] | None:
-    """Make output where the last stage is said to be, and take it from the last rank (verl).
+    """Create output on the reported last stage, and read it from the last rank (verl).
 
-    ROLL takes it there too.
+    ROLL reads it there too.
     """
     losses = (
         [loss_dict["loss"].item() for loss_dict in returned]
@@ -507,26 +507,26 @@ def by_rank(returned: list[Any], collected: list[float]) -> list[float] | None:
 
 
 def by_closure(returned: list[Any], collected: list[float]) -> list[float] | None:
-    """Read what the loss functions have collected where the last stage is said to be (AReaL)."""
+    """Read the collection of the loss functions on the reported last stage (AReaL)."""
     return collected if mpu.is_pipeline_last_stage(ignore_virtual=True) else None
 
 
 def physically_last(returned: list[Any], collected: list[float]) -> list[float] | None:
-    """Read on the last rank, as core's own utilities see it (Megatron-Bridge, Megatron-LM)."""
+    """Read on the last rank according to core's utilities (Megatron-Bridge, Megatron-LM)."""
     is_mine = is_pp_last_stage(mpu.get_pipeline_model_parallel_group())
     return [loss_dict["loss"].item() for loss_dict in returned] if is_mine else None
 
 
 def where_said(returned: list[Any], collected: list[float]) -> list[float] | None:
-    """Read what the call returns where the last stage is said to be (slime)."""
+    """Read the result of the call on the reported last stage (slime)."""
     is_mine = mpu.is_pipeline_last_stage(ignore_virtual=True)
     return [loss_dict["loss"].item() for loss_dict in returned] if is_mine else None
 
 
 def logged(returned: list[Any], collected: list[float]) -> list[float] | None:
-    """Add up over replicas where the last stage is said to be, and log on the last rank of all.
+    """Sum over replicas on the reported last stage, and log on the last rank of all.
 
-    So ms-swift does.
+    This is the behavior of ms-swift.
     """
     losses = torch.tensor([loss_dict["loss"].item() for loss_dict in returned])
     if mpu.is_pipeline_last_stage(ignore_virtual=True):
@@ -536,7 +536,7 @@ def logged(returned: list[Any], collected: list[float]) -> list[float] | None:
 
 
 def broadcast(returned: list[Any], collected: list[float]) -> list[float] | None:
-    """Send from the last rank by its name where the last stage is said to be (NeMo-RL)."""
+    """Send from the last rank by its name on the reported last stage (NeMo-RL)."""
     losses: list[Any] = [None]
     if mpu.is_pipeline_last_stage(ignore_virtual=True):
         losses = [[loss_dict["loss"].item() for loss_dict in returned]]
@@ -546,7 +546,7 @@ def broadcast(returned: list[Any], collected: list[float]) -> list[float] | None
 
 
 def summed_up(returned: list[Any], collected: list[float]) -> list[float] | None:
-    """Add up over the pipeline what its ranks have, where they have any (ROLL's mcore_adapter)."""
+    """Sum the values of the ranks of the pipeline that have any (ROLL's mcore_adapter)."""
     total = torch.tensor(sum((loss_dict["loss"].item() for loss_dict in returned), 0.0))
     if mpu.is_pipeline_last_stage(ignore_virtual=True):
         dist.all_reduce(total, group=mpu.get_data_parallel_group())
@@ -561,17 +561,17 @@ def _is_physically_last() -> bool:
 
 
 READERS = by_rank, by_closure, physically_last, where_said, logged, broadcast, summed_up
-"""How libraries read what a step's losses are, each on the ranks that it reads them on."""
+"""Readers of a step's losses as in the libraries, each on the ranks that it uses."""
 
 
 def read_all_ways(shape: str, read: dict[str, Any], *results: Any) -> None:
-    """Add to `read` what each reader has of a step, where all are tried."""
+    """Add the values of every reader for a step to `read`, if all are tested."""
     for reader in READERS if shape == "any" else ():
         read[reader.__name__].append(reader(*results))
 
 
 def iterators(trainer_options: dict[str, Any], model: list[nn.Module], *step: Any) -> Any:
-    """Return a step's microbatches, by default a list with each chunk's own."""
+    """Return a step's microbatches, by default a list with an iterator per chunk."""
     if trainer_options.get("reads_other_data") == dist.get_rank():
         step = step[0] + 100, *step[1:]
     step = *step, trainer_options.get("sequences", (1,))
@@ -588,9 +588,10 @@ def overlap(config: Any, model: list[nn.Module]) -> None:
 
 
 def train(trainer_options: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]:
-    """Return what this rank has of three steps, of which the second evaluates.
+    """Return the results of this rank for three steps, of which the second evaluates.
 
-    The losses, the norms of all gradients, the last gradients, and the parameters afterwards.
+    Results are the losses, the norms of all gradients, the last gradients, and the final
+    parameters.
     """
     shape, ranks = trainer_options["shape"], trainer_options.get("pipeline", dist.get_world_size())
     register()
@@ -627,7 +628,7 @@ def train(trainer_options: dict[str, Any], register: Callable[[], None]) -> dict
         list[int]
     ] = []  # of every step, the lengths as the first stage is given them
     read: dict[str, list[list[float] | None]] = {reader.__name__: [] for reader in READERS}
-    # The scan of Mamba's layers is a loop in Python, and takes as long as all else.
+    # The scan of Mamba's layers is a loop in Python, and needs half of the time.
     usual = 4 if "pattern" in trainer_options else 8
     counts = (8, 4, 8) if shape == "verl" else (usual,) * 3
     if "counts" in trainer_options:  # of each replica
@@ -666,7 +667,7 @@ def train(trainer_options: dict[str, Any], register: Callable[[], None]) -> dict
             norms.append(float(optimizer.step()[1] or 0.0))
     if trainer_options.get("distributed_optimizer"):
         for chunk in model:
-            chunk.disable_forward_pre_hook()  # takes what is still being gathered
+            chunk.disable_forward_pre_hook()  # waits for running all-gathers
     named_parameters = [pair for chunk in model for pair in names_of(unwrapped(chunk))]
     complete_parameters = (
         [] if trainer_options.get("distributed_optimizer") else named_parameters
@@ -685,7 +686,7 @@ def train(trainer_options: dict[str, Any], register: Callable[[], None]) -> dict
 
 
 def logprobs_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return log-probabilities [b, s - 1] of the tokens on the last stage, else what it sends."""
+    """Return log-probabilities [b, s - 1] of the tokens on the last stage, else the sent tensor."""
     positions = torch.arange(tokens.shape[1]).unsqueeze(0)
     mask = torch.triu(torch.ones(1, 1, tokens.shape[1], tokens.shape[1]), diagonal=1).bool()
     output = model(tokens, positions, mask)

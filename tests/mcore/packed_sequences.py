@@ -1,6 +1,6 @@
-"""A plugin of the farm: microbatches of packed sequences, whose ends the trainer gives every stage.
+"""A plugin of the farm: packed sequences, with boundaries that the trainer gives every stage.
 
-Megatron's local attention rejects them, so a stand-in attends to each sequence by itself.
+Megatron's local attention rejects them, so a replacement computes attention per sequence.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def batches(merges: bool) -> Iterator[dict[str, Any]]:
 
 
 def forward_step(without: int | None, data: Any, model: Any) -> tuple[Any, Any]:
-    """Run a microbatch; on the rank `without` the model does not get the ends."""
+    """Run a microbatch; on the rank `without` the model does not get the boundaries."""
     batch = next(data)
     tokens, ends = batch["tokens"], batch["ends"]
     longest = int(ends.diff().max())

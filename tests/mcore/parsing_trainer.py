@@ -1,9 +1,9 @@
-"""A trainer shaped like slime's: Megatron's parser and `get_model`, and a step of its own.
+"""A trainer shaped like slime's: Megatron's parser and `get_model`, and a different step.
 
-Arguments are validated in one process and trained with in others, or all in one. Process groups
-are made without Megatron-LM's `initialize`, the loss is made of logits by the loss function, every
-stage is given every batch, and microbatches are of unlike lengths. Everything of Megatron is
-imported by name before a schedule is registered.
+Arguments are validated in one process and used for training in others, or all in one. Process
+groups are created without Megatron-LM's `initialize`, the loss function computes the loss from
+logits, every stage gets every batch, and microbatches have variable length. All functions of
+Megatron are imported by name before a schedule is registered.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def forward(data: Any, model: Any) -> tuple[Any, Any]:
 
 
 def train(args: Any) -> dict[str, Any]:
-    """Return what this rank has of three steps with these validated arguments."""
+    """Return the results of this rank for three steps with these validated arguments."""
     set_args(args)
     dist.init_process_group("gloo")
     mpu.initialize_model_parallel(

@@ -1,6 +1,7 @@
-"""A plugin of the farm: microbatches of unlike length, told truly to the first context rank alone.
+"""A plugin of the farm: only the first context rank gets the true variable lengths.
 
-As where a library gives every context-parallel rank its part of a mask, of which one has padding.
+This occurs if a library gives every context-parallel rank its part of a mask, and only one part has
+padding.
 """
 
 from __future__ import annotations

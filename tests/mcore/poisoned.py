@@ -14,7 +14,7 @@ def fill(storage: UntypedStorage) -> None:
 
 
 def poisoning(storage: UntypedStorage, size: int) -> UntypedStorage:
-    """Resize, and leave nothing that anyone could take for data."""
+    """Resize, and fill the memory with values that cannot be mistaken for data."""
     fill(storage)
     result = resize(storage, size)
     fill(storage)

@@ -1,7 +1,7 @@
-"""Makes runs comparable and keeps what they compute, at full precision.
+"""Makes runs comparable and records their results at full precision.
 
-Weights are a function of their name in the whole model, since Megatron seeds every pipeline
-rank differently. Everything here wraps names of Megatron's trainer in a forked rank.
+Weights are a function of their name in the full model, since Megatron seeds every pipeline rank
+differently. The recorder wraps names of Megatron's trainer in a forked rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ except ModuleNotFoundError:  # before 0.18
 
 
 class Records:
-    """What one rank keeps of a run."""
+    """The record of one rank of a run."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -79,7 +79,7 @@ class Records:
         )
         torch.save(self.kept, self._path)
         writer = get_tensorboard_writer()
-        if writer:  # a forked rank ends without what Python would do at exit
+        if writer:  # a forked rank ends without Python's cleanup at exit
             writer.flush()
 
     def keep_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,7 +137,7 @@ class Records:
         return run
 
     def count_live_bytes(self) -> None:
-        """Keep what is live after each pass of the second step, and how many receives wait."""
+        """Record live bytes and waiting receives after each pass of the second step."""
         records, grow = self, HostMemory._grow
 
         def grow_unseen(host: HostMemory, count: int) -> bool:
@@ -167,9 +167,9 @@ class Records:
         HostMemory._grow = grow_unseen
 
     def fake_wandb(self) -> types.ModuleType:
-        """Return what stands in for wandb, which would want a network or leave a daemon."""
+        """Return a fake wandb, because the real one needs a network or leaves a daemon."""
         module = types.ModuleType("wandb")
-        module.__spec__ = ModuleSpec("wandb", None)  # others ask whether it is installed
+        module.__spec__ = ModuleSpec("wandb", None)  # other modules test whether it is installed
 
         def log(values: dict[str, Any], step: int | None = None) -> None:
             logged = {key: float(value) for key, value in values.items() if value is not None}
@@ -197,7 +197,7 @@ class Records:
 
 
 def start(path: str) -> Records:
-    """Wrap the trainer in this process and return what is going to hold the records."""
+    """Wrap the trainer in this process and return the object that will contain the records."""
     records = Records(path)
     if "--wandb-project" in sys.argv:
         sys.modules["wandb"] = records.fake_wandb()
@@ -233,9 +233,9 @@ def stall_before(what: str) -> None:
 
 
 def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield every parameter with its name in the whole model: layers counted from its start.
+    """Yield every parameter with its name in the full model: layers counted from its start.
 
-    Stock Megatron's second copy of a tied embedding goes by the embedding's name.
+    Stock Megatron's second copy of a tied embedding has the embedding's name.
     """
     for chunk in model:
         while hasattr(chunk, "module"):

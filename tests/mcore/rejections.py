@@ -23,7 +23,7 @@ def _parser() -> ArgumentParser:
 def rejection(*flags: str, ranks: int = 4) -> str:
     """Return the reason that rank 0 would print; fail if nothing is rejected.
 
-    A run of the farm takes a hundred times as long; `test_bad_input` has one of each kind.
+    A run of the farm needs a hundred times as long; `test_bad_input` has one of each kind.
     """
     size = ("--pipeline-model-parallel-size", str(ranks))
     args = _parser().parse_args([*MODEL, *size, *flags])

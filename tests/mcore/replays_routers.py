@@ -1,6 +1,6 @@
 """A plugin of the farm: expert choices are recorded in one step and replayed in the next.
 
-Choices are moved on by an expert before they are replayed, so that losses tell whether they are.
+Choices are shifted by one expert before the replay, so losses show whether they are replayed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def routers_of(model: Any) -> list[Any]:
 
 
 class Library:
-    """A forward step that records, or replays what a batch brings along, as verl's does."""
+    """A forward step that records, or replays choices that come with a batch, as verl's does."""
 
     def __init__(self) -> None:
         self.records: list[Tensor] = []
@@ -136,7 +136,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def reordered() -> bool:
-    """Tell whether the last step ran its microbatches in another order."""
+    """Return whether the last step reordered its microbatches."""
     runners = [candidate for candidate in gc.get_objects() if isinstance(candidate, PipelineRunner)]
     return any(runner.calls.order is not None for runner in runners)
 

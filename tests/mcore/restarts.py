@@ -1,8 +1,8 @@
-"""Fails in the middle of a step and trains anew in the same process, as Megatron's wrapper does.
+"""Fails in the middle of a step and restarts in the same process, as Megatron's wrapper does.
 
-What megatron/training/inprocess_restart.py has nvidia_resiliency_ext do, in its order: `pretrain`
-fails on one rank, every process group is taken away from under the others, Megatron's globals are
-destroyed, and `pretrain` is called again with the same arguments.
+This repeats the calls of megatron/training/inprocess_restart.py to nvidia_resiliency_ext in order:
+`pretrain` fails on one rank, every process group is destroyed while the other ranks use it,
+Megatron's globals are destroyed, and `pretrain` is called again with the same arguments.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PATIENCE_S = 60
 
 
 class FailedOnPurposeError(RuntimeError):
-    """What one rank raises in a pass."""
+    """The error that one rank raises in a pass."""
 
 
 def fail_once(name: str, step: int) -> None:
@@ -49,8 +49,8 @@ def fail_once(name: str, step: int) -> None:
 
 
 def left_over() -> list[str]:
-    """Return what there is still of a run that is over, but for what the recorder holds of it."""
-    gc.unfreeze()  # what was there before the rank was forked, as the session
+    """Return the remaining objects of a finished run, except those of the recorder."""
+    gc.unfreeze()  # objects from before the fork, such as the session
     for candidate in gc.get_objects():
         if isinstance(candidate, recorder.Records):
             candidate._model, candidate._optimizer = [], None

@@ -1,4 +1,4 @@
-"""Recorded expert choices sorted and gathered as verl does it, for Megatron's own schedules."""
+"""Recorded expert choices sorted and gathered as in verl, for Megatron's schedules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def sorted_by_chunk(records: list[Tensor], count: int, chunks: int) -> Tensor:
-    """Sort [1, s, layers, topk] of every forward call; return those of all microbatches."""
+    """Sort [1, s, layers, topk] of every forward call; return the choices of all microbatches."""
     by_chunk: list[list[Tensor]] = [[] for _ in range(chunks)]
     group = mpu.get_pipeline_model_parallel_world_size()
     for index, (_, chunk) in enumerate(get_schedule_table(count, chunks, group)):

@@ -1,9 +1,9 @@
-"""Sequence and context parallelism on a CPU, where Megatron's local layers refuse them.
+"""Sequence and context parallelism on a CPU, where Megatron's local layers reject them.
 
-Its local norm and its local attention each assert that the sequence is whole: the norm because
-nobody marks its parameters, the attention because only Transformer Engine's has a ring. Both are
-small: the gradients of marked parameters are added up by Megatron itself, and attention gathers
-the keys and values. Both sides of a comparison use them.
+Its local norm and its local attention each assert an unsharded sequence: the norm because its
+parameters are not marked, the attention because only Transformer Engine's has a ring. Both fixes
+are small: Megatron itself sums the gradients of marked parameters, and attention gathers the keys
+and values. Both sides of a comparison use them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _with_gathered_keys(original: Callable[..., Tensor]) -> Callable[..., Tensor
 
 
 def _positions(rank: int, size: int, length: int) -> Tensor:
-    """Return where a rank's tokens stand: two pieces, one from each end, so that work is even."""
+    """Return the positions of a rank's tokens: one block from the start and one from the end."""
     piece = length // 2
     first, second = rank * piece, (2 * size - 1 - rank) * piece
     return torch.cat([torch.arange(first, first + piece), torch.arange(second, second + piece)])

@@ -1,11 +1,11 @@
-"""Steps of a small GPT in 64 bits, whole and in slices; prints a JSON line for each case.
+"""Steps of a small GPT in 64 bits, unsliced and in slices; prints a JSON line for each case.
 
-`main` takes the cases by name, as in {"mine": {"schedule": "v-zb", "slices": 4}}, in a process
-without a GPU in which `cpu.install` has run before anything imports Megatron.
+`main` gets the cases by name, as in {"mine": {"schedule": "v-zb", "slices": 4}}, in a process
+without a GPU in which `cpu.install` has run before the first import of Megatron.
 
-Every case runs on forked ranks: alone by Megatron without a pipeline (once for each model), by
-Megatron's 1F1B, and by this package. Printed are by how much losses and gradients differ, as shares
-of the largest, and what is left of slices after the step; of a case that fails, why.
+Every case runs on forked ranks: by Megatron without a pipeline (once for each model), by Megatron's
+1F1B, and by this package. The output has the differences of losses and gradients relative to the
+largest value, and the state of slices that remains after the step; for a failed case, the reason.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ LATE_IMPORTS = (
     "megatron_vshape.mcore.hooks.registry",
     "torch._dynamo",
 )
-"""What each of our ranks would import by itself, in more than half of its time."""
+"""Imports of each of our ranks, which would need more than half of its time."""
 
 LENGTH, VOCABULARY, HIDDEN = 24, 64, 32
 MICROBATCHES = 3
@@ -79,13 +79,13 @@ def stale(storage: Any, part: TokenRange, local_tensors: Any) -> Any:
 
 
 def lost(storage: Any, part: TokenRange, gradients: Any) -> Any:
-    """Let go of what a slice owes to earlier ones."""
+    """Free the state that a slice keeps for later ones."""
     storage.gradients = []
     return ADD(storage, part, gradients)
 
 
 def early(storage: Any, part: TokenRange, gradients: Any) -> Any:
-    """Free what the earlier slices need with the B of the last."""
+    """Free the state that earlier slices need with the B of the last."""
     result = ADD(storage, part, gradients)
     for tensor in storage.whole:
         tensor.data.fill_(7.0)
@@ -106,7 +106,7 @@ def apart_again(state: Any, chunks: Any) -> None:
 
 
 def looks_no_further(model: nn.Module) -> bool:
-    """Have what predicts further tokens find none behind the end of a slice."""
+    """Make multi-token prediction see no tokens behind the end of a slice."""
     return False
 
 
@@ -184,7 +184,7 @@ def build(case: dict[str, Any], config: Any) -> list[nn.Module]:
 
 
 def step(case: dict[str, Any], ranks: int, is_package: bool) -> dict[str, Any]:
-    """Return the losses and the gradients of a step, and what slices have left."""
+    """Return the losses and the gradients of a step, and the remaining state of slices."""
     slices = Forced(1) if case["slices"] == 1 else case["slices"]
     if is_package and "mutant" in case:
         owner, name, stand_in = MUTANTS[case["mutant"]]
@@ -192,7 +192,7 @@ def step(case: dict[str, Any], ranks: int, is_package: bool) -> dict[str, Any]:
     if is_package:
         megatron_vshape.register(schedule=case["schedule"], slices=slices)
     tensor = case.get("tensor", 1)
-    if tensor > 1:  # torch's norm refuses a sharded sequence; nobody else needs to know of it
+    if tensor > 1:  # torch's norm rejects a sharded sequence, and no other code needs the attribute
         WrappedTorchNorm.__new__ = marked_norm
     config = TransformerConfig(
         num_layers=case.get("layers", 4),
@@ -246,7 +246,7 @@ def step(case: dict[str, Any], ranks: int, is_package: bool) -> dict[str, Any]:
 
 
 def balance() -> dict[str, Tensor]:
-    """Return what this rank tells of further losses, by layer: of balance and of more tokens."""
+    """Return further losses of this rank by layer: load balance and multi-token prediction."""
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ModuleNotFoundError:  # before 0.18
@@ -274,7 +274,7 @@ def left(model: list[nn.Module]) -> int:
 
 
 def run(case: dict[str, Any], ranks: int, is_package: bool) -> list[dict[str, Any]]:
-    """Return what forked ranks found."""
+    """Return the results of forked ranks."""
     folder, port, children = mkdtemp(), _free_port(), []
     for rank in range(ranks):
         child = os.fork()
@@ -335,7 +335,7 @@ def apart(
 def balance_apart(
     package_ranks: list[dict[str, Any]], megatron_ranks: list[dict[str, Any]]
 ) -> float:
-    """Return by how much further losses differ that are told, as a share of each."""
+    """Return the relative differences of the further losses."""
     totals: list[dict[str, Tensor]] = [{}, {}]
     for total, run in zip(totals, (package_ranks, megatron_ranks), strict=True):
         for result in run:

@@ -1,4 +1,4 @@
-"""A plugin of the farm: a rank fails if what it has started for training outlives the trainer."""
+"""A plugin of the farm: a rank fails if an object that it started outlives the trainer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A plugin of the farm: experts of Megatron's own with the calls that its paged stash records.
+"""A plugin of the farm: Megatron's local experts with the calls that its paged stash records.
 
-Only TE's fused experts make them, and what they save goes into pages by kernels. The order that the
-stash holds every step to, and the runner that tries a step again, are Megatron's own.
+Only TE's fused experts make these calls, and kernels write their saved tensors into pages. The
+stash's required schedule of every step, and the runner that retries a step, are Megatron's.
 """
 
 import json

@@ -1,12 +1,12 @@
-"""Checks the adapter on Transformer Engine's own Python, without a GPU; prints what it found.
+"""Tests the adapter with Transformer Engine's Python, without a GPU; prints the results.
 
     python te_on_cpu.py DIRECTORY
     python te_on_cpu.py DIRECTORY RANK STORE
 
-The second is one of two ranks that share a sequence; STORE is a file by which they meet. DIRECTORY
-holds an unpacked `transformer_engine` wheel of pure Python (see test_real_te). Its
-compiled extension is replaced by a few functions of torch: matrix products, a norm, gelu. What
-asks, saves, hands over and returns is TE's own code. One JSON line per case goes to stdout.
+The second form is one of two ranks that share a sequence; they connect through the file STORE.
+DIRECTORY contains an unpacked `transformer_engine` wheel of pure Python (see test_real_te). A few
+torch functions replace its compiled extension: GEMMs, a norm, gelu. The code that calls them, saves
+tensors and returns gradients is TE's. One JSON line per case goes to stdout.
 """
 
 import functools
@@ -173,7 +173,7 @@ def grouped_dbias(
     bias: Tensor | None = None,
     dscales: Tensor | None = None,
 ) -> None:
-    """Do what a kernel in Triton does: add every group's sum of rows to its bias gradient."""
+    """Emulate a Triton kernel: add every group's sum of rows to its bias gradient."""
     bounds = offsets.tolist()
     for group, (begin, end) in enumerate(itertools.pairwise(bounds)):
         rows = dy[begin:end]
@@ -183,7 +183,7 @@ def grouped_dbias(
 
 
 def accumulate(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
-    """Do what Apex's kernel does for Megatron's own linear layers, such as the output layer."""
+    """Emulate Apex's kernel for Megatron's local linear layers, such as the output layer."""
     x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
     main_grad.add_(dy.t().matmul(x))
 
@@ -214,7 +214,7 @@ def multi_tensor_adam(
     corrects_bias: int,
     weight_decay: float,
 ) -> None:
-    """Take a step of AdamW."""
+    """Run a step of AdamW."""
     assert decoupled
     assert corrects_bias
     for grad, parameter, mean, square in zip(*lists, strict=True):
@@ -247,7 +247,7 @@ FUNCTIONS = (
 def _available_to_te(is_available: Callable[[], bool]) -> Callable[[], bool]:
     def answer() -> bool:
         caller = str(sys._getframe(1).f_globals.get("__name__", ""))
-        # torch's optimizers ask too, and would query a driver.
+        # torch's optimizers call it too, and would query a driver.
         return caller.partition(".")[0] in ("transformer_engine", "megatron") or is_available()
 
     return answer
@@ -297,7 +297,7 @@ ORDERS = (
 
 
 def layers(te: Any) -> Iterator[tuple[str, Callable[..., nn.Module]]]:
-    """Yield what builds each of TE's layers."""
+    """Yield builders of each of TE's layers."""
     options = {"device": "cpu", "params_dtype": torch.float32}
     yield "Linear", functools.partial(te.Linear, SIZE, SIZE, **options)
     yield "LayerNormLinear", functools.partial(te.LayerNormLinear, SIZE, SIZE, **options)
@@ -326,7 +326,7 @@ def fused_experts(grouped: Callable[..., nn.Module], **options: Any) -> nn.Modul
                 grouped(SIZE, **options),
             )
             for layer in (self.linear_fc1, self.linear_fc2):
-                layer.delay_wgrad_compute = False  # as Megatron's own layers have it
+                layer.delay_wgrad_compute = False  # as Megatron's local layers set it
             self.config = types.SimpleNamespace(
                 activation_func=nn.functional.silu,
                 gated_linear_unit=True,
@@ -387,7 +387,7 @@ def run(layer: nn.Module, order: str, state: Any, ddp: bool, first: bool) -> lis
 
 
 def check(build: Callable[..., nn.Module], bias: str, fused: bool, first: bool) -> list[str]:
-    """Return what differs from whole backwards, by order."""
+    """Return the differences from full backwards, by pass order."""
 
     from megatron_vshape.mcore.split import te_layers
     from megatron_vshape.mcore.step_state import StepState
@@ -417,7 +417,7 @@ def check(build: Callable[..., nn.Module], bias: str, fused: bool, first: bool) 
 
 @contextmanager
 def counting_gathers() -> Iterator[list[int]]:
-    """Count the all-gathers that begin meanwhile, in the first entry of what is yielded."""
+    """Count the all-gathers that start meanwhile, in the first entry of the yielded list."""
     count, gather = [0], dist.all_gather_into_tensor
 
     def counted(*args: Any, **options: Any) -> Any:
@@ -430,7 +430,7 @@ def counting_gathers() -> Iterator[list[int]]:
 
 
 def sequence(te: Any, rank: int, store: str) -> None:
-    """Print, of a layer of two products on two ranks, the all-gathers by pass and what differs."""
+    """Print the all-gathers by pass and the differences, for a layer of two GEMMs on two ranks."""
     from megatron_vshape.mcore.split import te_layers
     from megatron_vshape.mcore.step_state import StepState
 

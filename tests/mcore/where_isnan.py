@@ -1,4 +1,4 @@
-"""Tells of every time that a rank of the farm looks whether a number is NaN, and where."""
+"""Reports every check of a rank of the farm whether a number is NaN, with its place."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron.training import training
 
 
 def start(rank: int, given: Any) -> None:
-    """Watch `torch.isnan`, whether a forward pass runs, and whether gradients have been finished.
+    """Watch `torch.isnan`, whether a forward pass runs, and whether gradients are final.
 
-    Checks of what is not a loss, such as the norm, come later in a step.
+    Checks of values other than the loss, such as the norm, come later in a step.
     """
     running: list[bool] = []
     finished: list[bool] = []

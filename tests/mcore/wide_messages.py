@@ -1,7 +1,7 @@
-"""A plugin of the farm: stages hand on more than the hidden size, as models with several streams.
+"""A plugin of the farm: messages wider than the hidden size, as of models with several streams.
 
-Megatron's own models of such a kind are newer than 0.19. A message is the hidden state as many
-times as there are streams, each a share of it, and whoever reads them adds them up.
+Megatron's models of this kind are newer than 0.19. A message consists of one copy of the hidden
+state per stream, each scaled to a share, and its reader sums them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ STREAMS = 3
 
 
 def start(rank: int, given: str) -> None:
-    """Widen messages: `fixed` as the config says, `any` so and preceded by their shapes.
+    """Widen messages: `fixed` as the config specifies, `any` with their shapes sent first.
 
-    With `growing` the streams are as many as layers have run.
+    With `growing` the number of streams equals the number of layers that have run.
     """
     _changed(TransformerBlock, "set_input_tensor", _added_up)
     _changed(TransformerBlock, "forward", lambda original: _widened(original, given == "growing"))
