@@ -60,7 +60,7 @@ SLOW = {
         "test_planned_from_costs_trains_like_1f1b": ["v-half+"],
     },
     "mcore/test_checkpoints.py": {
-        "test_what_one_saves_another_loads": [
+        "test_checkpoints_load_under_another_schedule": [
             "v-half -> v-half, uneven",
             "stock -> v-half, shared, tied",
             "v-half, shared, tied, MTP -> one rank, tied, MTP",
@@ -79,7 +79,7 @@ SLOW = {
         ],
     },
     "mcore/test_graphs.py": {
-        "test_replays_make_the_numbers_of_the_passes": [
+        "test_graph_replays_equal_passes": [
             "v-zb-attention",
             "v-zb",
             "zb-h1-mlp",
@@ -97,10 +97,10 @@ SLOW = {
         "test_a_library_with_megatrons_parser": ["flags"],
         "test_a_hybrid_model": ["zb-h1"],
         "test_an_embedding_that_the_library_replaces_stays_tied": ["zb-h1"],
-        "test_results_are_where_any_library_looks_for_them": ["zb-h1"],
+        "test_results_are_on_the_ranks_that_libraries_read": ["zb-h1"],
         "test_the_first_chunk_is_stepped_first_where_there_are_several": ["zb-h1-False"],
-        "test_experts_exchanges_beside_other_passes": ["dualpipev", "v-half"],
-        "test_all_is_as_under_the_librarys_own_1f1b": [
+        "test_overlapped_all_to_all_of_experts": ["dualpipev", "v-half"],
+        "test_training_equals_the_library_with_1f1b": [
             "bridge-v-zb",
             "bridge-zb-h1",
             "verl-v-half",
@@ -117,12 +117,12 @@ SLOW = {
             "v-half, balanced",
             "zb-h1, tied",
         ],
-        "test_training_with_a_shared_vocabulary_equals_one_rank": [
+        "test_training_with_vocabulary_parallelism_equals_one_rank": [
             "v-half, untied",
             "zb-h1, untied, depth 2",
         ],
-        "test_beside_other_parallelism": ["EP, overlap-v-half", "TP, SP-v-half"],
-        "test_a_shared_vocabulary_beside_other_parallelism": ["TP, SP, untied"],
+        "test_with_other_parallelism": ["EP, overlap-v-half", "TP, SP-v-half"],
+        "test_vocabulary_parallelism_with_other_parallelism": ["TP, SP, untied"],
         "test_a_library": ["zb-h1", "v-half"],
     },
     "mcore/test_offload.py": {

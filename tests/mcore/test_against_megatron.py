@@ -52,7 +52,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_interleaved_runs_where_splitting_is_dear(tmp_path: Path) -> None:
+def test_interleaved_runs_if_splitting_is_expensive(tmp_path: Path) -> None:
     assert baseline_for(tmp_path, 0.55) == BaselineSpec("interleaved-1f1b", 2)
 
 

@@ -80,7 +80,7 @@ def test_the_playgrounds_plan_trains_from_its_file(train: Train, tmp_path: Path)
     assert re.search(r"virtual_pipeline_model_parallel_size \.+ 4\n", package_run.output[0])
 
 
-def test_profiled_and_planned_anew(train: Train, farm: Farm, tmp_path: Path) -> None:
+def test_auto_plans_again_from_profiled_steps(train: Train, farm: Farm, tmp_path: Path) -> None:
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *SIX)
     flags = ("--pipeline-profile-iterations", "2:3", "--pipeline-trace", str(tmp_path))
     limit = ("--pipeline-memory-limit", "0.05")
@@ -140,14 +140,14 @@ def test_evaluation_alone_needs_no_schedule(
     assert "estimated bubble" not in package_run.output[0]
 
 
-def test_a_limit_that_nothing_fits(farm: Farm, costs_file: Path) -> None:
+def test_memory_limit_below_any_plan_is_rejected(farm: Farm, costs_file: Path) -> None:
     flags = ("--pipeline-costs", str(costs_file), "--pipeline-memory-limit", "0.0001")
     text = refused(farm, "--pipeline-schedule", "auto", *flags)
     assert text.startswith("nothing fits --pipeline-memory-limit 0.0001: rank 0: 0.")
     assert "the least limit is 0." in text
 
 
-def test_a_limit_that_what_is_measured_does_not_fit(farm: Farm) -> None:
+def test_memory_limit_below_measured_memory_is_rejected(farm: Farm) -> None:
     flags = ("--pipeline-profile-iterations", "2:2", "--pipeline-memory-limit", "0.0001")
     run = farm.run(4, "--pipeline-schedule", "auto", *flags, *SIX)
     assert run.codes == [1] * 4, run.output

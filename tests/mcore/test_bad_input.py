@@ -51,7 +51,7 @@ def test_unknown_schedule(farm: Farm) -> None:
         ("--pipeline-costs", "costs.json"),
     ],
 )
-def test_flags_that_megatrons_own_schedules_have_no_use_for(
+def test_package_flags_are_rejected_with_megatron_schedules(
     flag: str, value: str, schedule: tuple[str, ...]
 ) -> None:
     parser = ArgumentParser()
@@ -100,7 +100,7 @@ def test_a_schedule_that_the_checks_have_not_seen(monkeypatch: pytest.MonkeyPatc
         (("0", "0"), UnsupportedError, True),
     ],
 )
-def test_who_prints_a_reason(
+def test_one_rank_prints_the_reason(
     ranks: tuple[str, str | None],
     error: type[Exception],
     prints: bool,
@@ -209,7 +209,7 @@ REJECTED = {
 
 
 @pytest.mark.parametrize(("flags", "said"), REJECTED.items(), ids=REJECTED)
-def test_what_cannot_run_is_named(flags: str, said: str) -> None:
+def test_unsupported_flags_are_rejected_by_name(flags: str, said: str) -> None:
     if flags == DETACHED and not hasattr(TransformerConfig, "mtp_detach_heads"):
         pytest.skip("Megatron has it from 0.19 on")
     if "full_iteration" in flags and metadata.version("megatron-core") < "0.18":
@@ -232,7 +232,7 @@ def test_transformer_engine_that_is_not_installed() -> None:
 @pytest.mark.skipif(
     metadata.version("megatron-core") >= "0.19", reason="from 0.19 on Megatron builds the model"
 )
-def test_what_only_later_megatrons_build_is_refused(farm: Farm) -> None:
+def test_models_of_later_megatron_releases_are_rejected(farm: Farm) -> None:
     attention = ("--experimental-attention-variant", "gated_delta_net")
     run = farm.run(2, "--pipeline-schedule", "v-half", *attention, "--linear-attention-freq", "4")
     assert run.codes == [1, 1], run.output

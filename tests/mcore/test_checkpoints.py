@@ -161,7 +161,9 @@ FAST = 10
         for number, pair in enumerate(PAIRS)
     ],
 )
-def test_what_one_saves_another_loads(farm: Farm, save: Save, first: str, second: str) -> None:
+def test_checkpoints_load_under_another_schedule(
+    farm: Farm, save: Save, first: str, second: str
+) -> None:
     folder, saved = save(first)
     assert_same_state(load(farm, second, folder), saved)
 

@@ -88,7 +88,7 @@ def test_parallelisms(train: Train, layout: str, schedule: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("layout", ["everything", "SP, CP"])
-def test_options_beside_parallelisms(train: Train, layout: str, option: str) -> None:
+def test_options_with_parallelisms(train: Train, layout: str, option: str) -> None:
     ranks, flags = LAYOUTS[layout]
     runs = train_both(train, ranks, "v-half", *flags.split(), *OPTIONS[option].split())
     assert_equal(*runs, bf16=option == "bf16")

@@ -84,7 +84,7 @@ class TestInstalling:
         assert not is_on()
         assert torch.empty is empty
 
-    def test_refuses_after_megatron(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_install_after_megatron_is_rejected(self, monkeypatch: pytest.MonkeyPatch) -> None:
         imported = ModuleType(MEGATRON_RANDOM)
         imported._lazy_call = torch.cuda._lazy_call  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, MEGATRON_RANDOM, imported)
@@ -108,7 +108,7 @@ class TestRedirecting:
         ]
         assert {tensor.device.type for tensor in tensors} == {"cpu"}
 
-    def test_other_conversions_stay_what_they_are(self) -> None:
+    def test_other_conversions_are_unchanged(self) -> None:
         ones = torch.ones(2)
         assert ones.to(torch.bfloat16).dtype is torch.bfloat16
         assert ones.to("cuda", torch.float64).dtype is torch.float64
@@ -194,7 +194,7 @@ class TestGlooGroups:
             new_group.options._devices == group.options._devices
         )  # whose threads wake all the time
 
-    def test_take_the_options_that_are_given(self) -> None:
+    def test_options_are_passed_on(self) -> None:
         options = GLOO._Options()
         options._devices = [GLOO.create_default_device()]
         options._threads = 3

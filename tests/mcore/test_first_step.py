@@ -134,11 +134,11 @@ def test_microbatches_of_one_sequence_may_be_unpacked_on_all_stages() -> None:
 
 
 @pytest.mark.parametrize("calls_alike", [True, False])
-def test_stages_that_are_called_alike_are_fine(calls_alike: bool) -> None:
+def test_stages_with_equal_calls_are_accepted(calls_alike: bool) -> None:
     assert run_ranks(2, two_steps, (calls_alike, calls_alike), False) == [[], []]
 
 
-def test_a_frozen_embedding_under_full_recompute_is_told_of(farm: Farm) -> None:
+def test_frozen_embedding_under_full_recompute_is_logged(farm: Farm) -> None:
     flags = ("--pipeline-schedule", "v-half", *FULL.split(), UNTIED)
     run = farm.run(2, *flags, plugin=FROZEN).check()
     lines = [line for line in run.output[0].splitlines() if "get no gradient" in line]
@@ -150,7 +150,7 @@ def test_a_frozen_embedding_under_full_recompute_is_told_of(farm: Farm) -> None:
 
 
 @pytest.mark.slow
-def test_other_runs_are_not_told_of_it(farm: Farm) -> None:
+def test_other_runs_log_no_warning(farm: Farm) -> None:
     for flags, plugin in ((FULL, None), ("--train-iters 2", FROZEN)):
         flags = ("--pipeline-schedule", "v-half", *flags.split(), UNTIED)
         run = farm.run(2, *flags, plugin=plugin).check()

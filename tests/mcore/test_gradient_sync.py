@@ -116,7 +116,7 @@ def test_the_last_whole_backward_is_split_unless_layers_are_recomputed() -> None
         assert log == ["b0", "b1"]
 
 
-def test_a_chunk_that_is_not_in_megatrons_ddp_is_refused_where_it_trains() -> None:
+def test_chunk_outside_megatron_ddp_is_rejected_in_training() -> None:
     with pytest.raises(UnsupportedError, match="Remove --overlap-grad-reduce"):
         sync_of([torch.nn.Linear(2, 2)])
     evaluates = sync_of([torch.nn.Linear(2, 2)], forward_only=True)  # as with --skip-train

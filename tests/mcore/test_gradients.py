@@ -92,8 +92,4 @@ def test_recompute_with_dropout_is_bitwise_equal(
     for key in ("gradients", "parameters"):
         actual, expected = recomputed.merged(key), plain.merged(key)
         assert actual.keys() == expected.keys()
-        assert [
-            name
-            for name in expected
-            if not torch.equal(actual[name], expected[name])
-        ] == []
+        assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []

@@ -109,7 +109,7 @@ class TestTraining:
             pytest.param("v-half", EIGHT_RANKS, {"ranks": 8, "fused": True}, marks=slow),
         ],
     )
-    def test_replays_make_the_numbers_of_the_passes(
+    def test_graph_replays_equal_passes(
         self, trained: Trained, schedule: str, flags_text: str, options: dict[str, Any]
     ) -> None:
         package_run, plain = trained(schedule, flags_text, **options)
@@ -170,7 +170,7 @@ class TestHazards:
             (SHARED_SEQUENCE, {"given": "layer by layer"}),
         ],
     )
-    def test_numbers_are_others(
+    def test_results_differ_with_careless_code(
         self, trained: Trained, flags_text: str, options: dict[str, Any]
     ) -> None:
         package_run, plain = trained("v-half", flags_text, **options)
@@ -356,13 +356,13 @@ UNVERIFIED = "equal gradients have not been verified"
         ({"num_experts": 8, "cuda_graph_modules": ["attn", "moe"]}, "experts in CUDA graphs"),
     ],
 )
-def test_what_they_do_not_work_with(graph_settings: dict[str, object], said: str) -> None:
+def test_unsupported_options_are_rejected(graph_settings: dict[str, object], said: str) -> None:
     options = SimpleNamespace(**{"cuda_graph_impl": "transformer_engine"} | graph_settings)
     with pytest.raises(UnsupportedError, match=f"auto does not work with .*{said}"):
         check_split_graphs(options)
 
 
-def test_what_they_work_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supported_options_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     options = SimpleNamespace(
         cuda_graph_impl="transformer_engine",
         num_experts=8,
@@ -385,7 +385,7 @@ def test_what_they_work_with(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"fp4": "e2m1"}, "auto", False, "captured layers compute their weight gradients in B"),
     ],
 )
-def test_what_keeps_them_in_b_is_logged(
+def test_reason_for_weight_gradients_in_b_is_logged(
     caplog: pytest.LogCaptureFixture,
     graph_settings: dict[str, object],
     split_graphs: str,

@@ -89,7 +89,7 @@ SCOPES = {
 
 
 @pytest.mark.parametrize(("schedule", "scope"), SCOPES)
-def test_replays_make_the_numbers_of_the_passes(
+def test_graph_replays_equal_passes(
     farm: Farm, train: Callable[..., Ended], schedule: str, scope: str
 ) -> None:
     flags = [*f"--pipeline-schedule {schedule} {MODEL}".split()]
@@ -107,7 +107,9 @@ class TestWithoutCopies:
         careless = farm.run(4, *self.flags, plugin=PLUGIN, given="messages")
         assert any("was overwritten while it was under way" in text for text in careless.output)
 
-    def test_a_job_makes_other_numbers(self, farm: Farm, train: Callable[..., Ended]) -> None:
+    def test_a_job_with_overwritten_inputs_changes_losses(
+        self, farm: Farm, train: Callable[..., Ended]
+    ) -> None:
         modules = [MODULES, "mlp"]  # attention's last weight reads its gradient
         careless = farm.run(4, *self.flags, *modules, plugin=PLUGIN, given="jobs").check()
         careless_losses, plain_losses = (
@@ -182,7 +184,7 @@ def test_stacks_of_layers_are_not_covered(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class TestMemory:
-    def test_what_graphs_hold_is_copied(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_tensors_in_graph_memory_are_copied(self, monkeypatch: pytest.MonkeyPatch) -> None:
         memory, static, outside = GraphMemory(), torch.zeros(8), torch.zeros(8)
         _has_pools(monkeypatch, static)
         assert memory.kept(static) is static  # nothing has been captured

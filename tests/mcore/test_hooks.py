@@ -64,7 +64,7 @@ def session() -> Iterator[Session]:
     new_session.choose(None, None)
 
 
-def test_what_a_schedule_alone_brings_comes_and_goes_with_it(session: Session) -> None:
+def test_schedule_hooks_are_installed_and_removed_with_the_schedule(session: Session) -> None:
     """Without apex Megatron's own schedules are told of no kernels, and layers refuse fusion."""
     originals, chosen = current(), [hook for hook in registry.HOOKS if hook.only_with_pipeline]
     assert not layers._grad_accum_fusion_available, "apex is installed here"
@@ -100,7 +100,7 @@ def spy(original: Any, calls: list[Any], result: object) -> Any:
 
 
 @pytest.mark.parametrize("by_name", [False, True], ids=["in place", "by name"])
-def test_where_nothing_is_asked_for_hooks_pass_everything_on(by_name: bool) -> None:
+def test_hooks_without_a_schedule_pass_arguments_through(by_name: bool) -> None:
     """The very objects, by place or by name as they were given, and what came back for them."""
     assert len(PASSING) >= 30
     for hook in PASSING:
@@ -141,7 +141,7 @@ def test_a_provider_is_called_as_it_was_given() -> None:
     assert calls == [((False,), {"post_process": True})]
 
 
-def test_training_without_a_schedule_is_upstreams_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_without_a_schedule_is_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     result = object()
     monkeypatch.setattr(training, "get_args", lambda: types.SimpleNamespace())
@@ -219,7 +219,7 @@ def test_installing_twice_is_installing_once() -> None:
     assert all(a is b for a, b in zip(originals, current(), strict=True))
 
 
-def test_every_hook_says_why() -> None:
+def test_every_hook_has_a_reason() -> None:
     assert all(hook.reason for hook in registry.HOOKS)
     targets = [hook.target for hook in registry.HOOKS]
     assert len(targets) == len(set(targets))

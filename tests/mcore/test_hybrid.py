@@ -84,9 +84,7 @@ def test_training_equals_megatrons_1f1b(
         pytest.param("zb-h1", "*E/*E", marks=pytest.mark.slow),
     ],
 )
-def test_experts_beside_multi_token_prediction(
-    train: Train, schedule: str, predicting: str
-) -> None:
+def test_experts_with_multi_token_prediction(train: Train, schedule: str, predicting: str) -> None:
     flags = f"--hybrid-layer-pattern *-*-*-*E/{predicting} --moe-z-loss-coeff 1e-3 {EXPERTS}"
     # Megatron's own 1F1B crashes with these flags, with or without multi-token prediction.
     megatron_run = train(1, *flags.split(), *STEPS)
@@ -174,7 +172,7 @@ def model(pattern: str | None, **changed: object) -> Namespace:
     return Namespace(**(sizes | changed))
 
 
-def test_auto_leaves_multi_token_prediction_a_stage_of_its_own() -> None:
+def test_auto_places_multi_token_prediction_alone_in_the_last_stage() -> None:
     """The last stage has its layers and output layers alone, as those take longer than a rank."""
     layer_split = split_layers(model("*-" * 8 + "/*-/*-"), v_shape(4), "auto", None)
     assert (layer_split.layers[0], layer_split.layers[-1]) == (0, 0)
@@ -317,7 +315,7 @@ def test_patterns_that_do_not_fit(pattern: str, split: str | None, said: str) ->
         ("1f1b", "*-*-|*-|*-", "has 2 on 2 pipeline ranks: remove every | from the pattern"),
     ],
 )
-def test_megatrons_own_schedules_need_a_pattern_with_their_stages(
+def test_megatron_schedules_require_a_pattern_with_stages(
     schedule: str, pattern: str, fix: str
 ) -> None:
     """Before the first step, and not in the report at the end, which comes before the last save."""

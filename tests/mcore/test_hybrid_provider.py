@@ -28,7 +28,7 @@ class Provider:
         return Model(config=self, pre_process=pre_process, post_process=post_process)
 
 
-def test_it_is_shown_none_and_its_model_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_provider_sees_no_chunks_and_its_model_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     stage_map = StageMap((0, 1, 1, 0), (1, 1, 1, 1))
     ends = lambda rank, chunk: (not rank and not chunk, not rank and chunk == 1)  # noqa: E731
     session, original = Session(), Provider.provide

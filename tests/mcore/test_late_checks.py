@@ -99,7 +99,7 @@ STEPS: dict[str, tuple[Losses, Losses]] = {  # the step, and the step run again
 
 @pytest.mark.parametrize("mode", [RerunMode.VALIDATE_RESULTS, RerunMode.REPORT_DETERMINISM_STATS])
 @pytest.mark.parametrize("name", STEPS)
-def test_the_same_is_found_and_said(
+def test_late_checks_find_and_log_the_same_results(
     name: str, mode: RerunMode, session: Session, caplog: pytest.LogCaptureFixture
 ) -> None:
     outcomes = []
@@ -149,7 +149,7 @@ def test_a_check_that_raises_leaves_the_place_where_it_was_asked_for(session: Se
     assert place.instruction is None
 
 
-def test_what_is_checked_is_the_loss_before_megatron_divides_it(
+def test_checked_loss_is_the_one_before_megatron_divides_it(
     session: Session, machine: RerunStateMachine
 ) -> None:
     with checked_late(session.step, Place()) as checks:
@@ -184,7 +184,7 @@ STRANGE: list[tuple[str, Callable[[list[str]], dict[str, Any]]]] = [
 
 
 @pytest.mark.parametrize(("what", "arguments"), STRANGE, ids=[case[0] for case in STRANGE])
-def test_what_may_not_wait_is_checked_at_once_and_in_its_turn(
+def test_checks_that_cannot_be_deferred_run_immediately_in_order(
     what: str,
     arguments: Callable[[list[str]], dict[str, Any]],
     session: Session,

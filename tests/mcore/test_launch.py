@@ -56,7 +56,7 @@ def test_runs_a_script_with_the_flags(tmp_path: Path) -> None:
     assert run.stdout.splitlines()[-1] == "True v-min megatron.training.training"
 
 
-def test_the_script_has_its_own_main_module_and_spawned_processes_find_its_classes(
+def test_script_is_the_main_module_and_spawned_processes_find_its_classes(
     tmp_path: Path,
 ) -> None:
     script = tmp_path / "spawning.py"
@@ -66,7 +66,7 @@ def test_the_script_has_its_own_main_module_and_spawned_processes_find_its_class
     assert run.stdout.splitlines()[-1] == "['multiprocessing', 'sys'] None 6"
 
 
-def test_tells_what_is_wrong_with_the_command(tmp_path: Path) -> None:
+def test_invalid_commands_are_reported(tmp_path: Path) -> None:
     run = launch()
     assert run.returncode == 1
     assert run.stderr.startswith("usage: ")

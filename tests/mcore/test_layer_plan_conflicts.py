@@ -54,7 +54,7 @@ REFUSED = {
 }
 
 
-def test_every_conflict_is_told() -> None:
+def test_every_conflict_is_rejected_with_its_reason() -> None:
     assert list(REFUSED) == [refusal.option for refusal in REFUSALS]
     check_layer_plans(SimpleNamespace(**FINE), v_shape(4))
     for option, conflict in REFUSED.items():
@@ -71,7 +71,7 @@ def test_a_stage_a_rank_is_too_few() -> None:
         check_layer_plans(SimpleNamespace(**FINE), looping(4, 1))
 
 
-def test_other_layers_free_what_they_may() -> None:
+def test_layer_options_without_conflicts_are_accepted() -> None:
     permuted = {"first_last_layers_bf16": True, "moe_token_dispatcher_type": "alltoall"}
     check_layer_plans(SimpleNamespace(**FINE | permuted), v_shape(4))
     check_layer_plans(SimpleNamespace(**FINE | {"moe_layer_freq": 7}), v_shape(4))
@@ -96,7 +96,7 @@ def test_a_script_that_makes_no_plan() -> None:
     ],
     ids=lambda conflict: next(iter(conflict)),
 )
-def test_where_there_are_no_plans_the_option_is_set_aside(conflict: dict[str, Any]) -> None:
+def test_option_is_ignored_without_layer_plans(conflict: dict[str, Any]) -> None:
     options = SimpleNamespace(**FINE | conflict, delay_wgrad_compute=True)
     said = [str(notice) for notice in translate(options, v_shape(4)).notices]
     assert said[0].startswith("delay_wgrad_compute: turned off, W computes the weight gradients")

@@ -114,9 +114,7 @@ def wrong(rank_results: list[tuple[dict[str, list[str]], Wrong]]) -> list[Wrong]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_bit_is_that_of_passes_without_plans(
-    unlike: list[dict[str, list[str]]], case: str
-) -> None:
+def test_layer_plans_equal_passes_bitwise(unlike: list[dict[str, list[str]]], case: str) -> None:
     assert [differences[case] for differences in unlike] == [[], []]
 
 

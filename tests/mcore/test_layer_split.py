@@ -112,7 +112,7 @@ def test_auto_by_the_sizes_of_the_model() -> None:
     assert split_layers(moe, linear(4), "auto", None).layers == (8, 8, 9, 6)
 
 
-def test_a_limit_in_gib_deals_layers_by_all_that_a_rank_needs() -> None:
+def test_limit_in_gib_splits_layers_by_the_total_memory_of_a_rank() -> None:
     """Only if the costs know it."""
     plain = Pieces.estimated(0.0, 3.0, (1, 1, 1, 0))
     layer, last = replace(plain.layer, state_bytes=2.0), replace(plain.last, state_bytes=14.0)
@@ -160,7 +160,7 @@ def test_costs_of_known_layers_serve_any_split() -> None:
     assert resplit.costs is measured
 
 
-def test_costs_of_unknown_layers_are_this_runs_own_unless_balanced() -> None:
+def test_costs_without_layers_apply_to_this_split_unless_balanced() -> None:
     measured_costs = Costs((1, 2, 2, 3), (1, 2, 2, 3), (1, 2, 2, 3), 0.0, (1.0,) * 4, (1.0,) * 4)
     local_split = split_layers(arguments(num_layers=8), v_shape(2), "1,2,3,2", measured_costs)
     assert local_split.costs is measured_costs

@@ -47,7 +47,7 @@ def test_a_v_numbers_layers_there_and_back() -> None:
     assert not layout.validate_layer_layout(16, None)
 
 
-def test_a_looping_placement_is_megatrons_own() -> None:
+def test_looping_placement_equals_megatron() -> None:
     text = PipelineParallelLayerLayout("Ett|tt|tt|ttL", 2)
     layout = StageLayout(split_layers(8, looping(2, 2)))
     assert first_layers(layout, 2) == first_layers(text, 2)
@@ -63,14 +63,14 @@ def test_multi_token_prediction_is_in_the_last_stage() -> None:
     assert layout.input_data == "Ett|tt|tt|tmmL"
 
 
-def test_megatrons_text_says_the_same() -> None:
+def test_layout_text_equals_megatron() -> None:
     layers = (0, 3, 2, 1)
     layout = StageLayout(StageMap(looping(2, 2), layers))
     assert megatrons_text(layers) == "E|ttt|tt|tL"
     assert layout.layout == PipelineParallelLayerLayout(megatrons_text(layers), 2).layout
 
 
-def test_what_libraries_write_of_it_into_checkpoints_can_be_read() -> None:
+def test_layout_in_checkpoints_can_be_read_back() -> None:
     layout = StageLayout(StageMap(v_shape(2), (1, 3, 3, 2)))
     assert layout.input_data == "Et|ttt|ttt|ttL"
     read = PipelineParallelLayerLayout(layout.input_data, 2)

@@ -28,7 +28,9 @@ def test_training_equals_megatrons_1f1b(train: Callable[..., Ended], schedule: s
 
 
 @pytest.mark.slow
-def test_taken_when_they_are_posted_as_on_gpus(train: Callable[..., Ended], farm: Farm) -> None:
+def test_messages_are_received_when_posted_as_on_gpus(
+    train: Callable[..., Ended], farm: Farm
+) -> None:
     """An order that no wait could end before messages were taken so."""
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *STEPS, plugin=PLUGIN)
     flags = ("--pipeline-schedule", "zb-h1", *STEPS)

@@ -121,7 +121,7 @@ CHUNKS = {"v-half": 2, "v-zb": 2, "zb-h1": 1}
 
 @pytest.mark.parametrize("schedule", CHUNKS)
 @pytest.mark.parametrize("shape", ["bridge", "verl", "areal"])
-def test_all_is_as_under_the_librarys_own_1f1b(
+def test_training_equals_the_library_with_1f1b(
     farm: Farm, tmp_path: Path, shape: str, schedule: str
 ) -> None:
     plain = run_library(farm, tmp_path, shape, None)
@@ -148,7 +148,7 @@ def test_losses_equal_megatron_with_unequal_microbatches_of_replicas(
 
 
 @pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
-def test_results_are_where_any_library_looks_for_them(
+def test_results_are_on_the_ranks_that_libraries_read(
     farm: Farm, tmp_path: Path, schedule: str
 ) -> None:
     """On the ranks of two replicas, each in turn in all ways that `callers` lists."""
@@ -178,9 +178,7 @@ def test_an_embedding_that_the_library_replaces_stays_tied(
     )
 
 
-def test_the_first_failure_is_told_by_those_whose_connection_it_ends(
-    farm: Farm, tmp_path: Path
-) -> None:
+def test_ranks_with_lost_connections_report_the_first_failure(farm: Farm, tmp_path: Path) -> None:
     """Outside of all passes, on the rank that the others wait for in the next step."""
     with pytest.raises(AssertionError) as failed:
         run_library(farm, tmp_path, "verl", "v-half", fails=RANKS - 1)
@@ -210,7 +208,7 @@ def test_a_shared_microbatch_is_kept_until_the_last_chunk_has_read_it() -> None:
     assert share_iterators(chunks[:1]) == [source]  # whose own it is, untouched
 
 
-def test_data_iterators_that_cannot_serve_are_refused_with_the_remedy() -> None:
+def test_unusable_data_iterators_are_rejected_with_the_fix() -> None:
     with pytest.raises(UnsupportedError, match="3 data iterators are given for the 2 model chunks"):
         iterators_by_chunk([iter(()), iter(()), iter(())], 2)
     with pytest.raises(UnsupportedError, match="one SimpleNamespace is given for 2 model chunks"):
@@ -242,9 +240,7 @@ def test_a_library_with_megatrons_parser(farm: Farm, tmp_path: Path, parsing: st
     assert_equal_results(package_run, plain)
 
 
-def test_a_schedule_that_only_another_process_has_seen_is_refused(
-    farm: Farm, tmp_path: Path
-) -> None:
+def test_schedule_registered_in_another_process_is_rejected(farm: Farm, tmp_path: Path) -> None:
     flags = [*SLIME, "--pipeline-schedule", "v-half"]
     with pytest.raises(AssertionError, match="v-half came with arguments that Megatron does not"):
         run_library(farm, tmp_path, "slime", "v-half", flags, apart=True)
@@ -283,7 +279,7 @@ def test_the_first_chunk_is_stepped_first_where_there_are_several(
 
 
 @pytest.mark.parametrize("schedule", ["dualpipev", "v-half"])
-def test_experts_exchanges_beside_other_passes(farm: Farm, tmp_path: Path, schedule: str) -> None:
+def test_overlapped_all_to_all_of_experts(farm: Farm, tmp_path: Path, schedule: str) -> None:
     """The library sets Megatron's option in its config; its own 1F1B cannot have it."""
     plain = run_library(farm, tmp_path, "bridge", None, pipeline=2, beside=False)
     package_run = run_library(farm, tmp_path, "bridge", schedule, pipeline=2, beside=True)
@@ -356,7 +352,7 @@ def test_a_schedule_file_and_a_layer_split(farm: Farm, tmp_path: Path) -> None:
         ({"schedule": "v-zb", "timeout_seconds": "120"}, "timeout_seconds '120' is not a number"),
     ],
 )
-def test_bad_options_are_refused_at_once(options: dict[str, Any], text: str) -> None:
+def test_bad_options_are_rejected_at_registration(options: dict[str, Any], text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):
         megatron_vshape.register(**options)
 
@@ -373,7 +369,7 @@ def test_a_rejection_ends_every_rank_with_its_reason(monkeypatch: pytest.MonkeyP
         assert (refused.value.code, refused.value.why) == (status, why)
 
 
-def test_the_log_says_of_recomputed_inputs_what_it_says_under_flags() -> None:
+def test_recomputed_inputs_are_logged_as_with_flags() -> None:
     config = DeferredConfig(
         num_layers=8,
         hidden_size=32,
@@ -388,7 +384,7 @@ def test_the_log_says_of_recomputed_inputs_what_it_says_under_flags() -> None:
     assert line in opening_lines(pipeline, 8)
 
 
-def test_a_limit_leaves_room_for_what_the_rank_holds_besides(farm: Farm, tmp_path: Path) -> None:
+def test_memory_limit_includes_static_memory(farm: Farm, tmp_path: Path) -> None:
     costs = tmp_path / "costs.json"
     costs.write_text(Costs.uniform(RANKS, 2 * RANKS, 100, 120, 90, 5).to_json())
     options = {"costs_file": str(costs), "memory_limit_gib": 1e-9}

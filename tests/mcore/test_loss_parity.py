@@ -6,7 +6,7 @@ import pytest
 loss_parity = pytest.importorskip("loss_parity", reason="it needs tensorboard and matplotlib")
 
 
-def test_the_table_tells_equal_from_nearly_equal() -> None:
+def test_table_distinguishes_equal_from_nearly_equal() -> None:
     def logged(*loss: float, norm: float = 1.0) -> object:
         return loss_parity.Logged(np.float32(loss), np.full(len(loss), norm, np.float32))
 

@@ -93,7 +93,7 @@ def bring(rank: int) -> list[int]:
     return counts
 
 
-def test_losses_travel_in_one_and_come_out_as_they_were() -> None:
+def test_losses_are_sent_in_one_message_without_changes() -> None:
     """What is no tensor goes along where it is not that of the step before: up, and down."""
     send_counts, received = run_ranks(2, bring)
     assert send_counts == [1, 0, 1, 1]

@@ -35,7 +35,7 @@ def test_peak_against_megatrons_1f1b(train: Callable[..., Ended], schedule: str)
 
 
 @pytest.mark.parametrize("schedule", ["v-half", pytest.param("v-zb", marks=pytest.mark.slow)])
-def test_nothing_is_held_that_the_plan_does_not_know(farm: Farm, schedule: str) -> None:
+def test_allocated_memory_is_in_the_plan(farm: Farm, schedule: str) -> None:
     sizes = ("--hidden-size", "64", "--seq-length", "64", "--max-position-embeddings", "64")
     vocabulary = ("--vocab-size", "2047")  # the logits of one microbatch are half a MiB
     flags = (*FLAGS, *sizes, *vocabulary, "--pipeline-schedule", schedule)

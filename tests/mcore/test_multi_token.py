@@ -134,7 +134,7 @@ SHARED_FAST = 3
         for number, (name, run) in enumerate(SHARED_RUNS.items())
     ],
 )
-def test_training_with_a_shared_vocabulary_equals_one_rank(
+def test_training_with_vocabulary_parallelism_equals_one_rank(
     train: Train, schedule: str, ranks: int, depth: tuple[str, ...], flags: str
 ) -> None:
     """By the sums' own tolerances; how often a token is predicted is told exactly."""
@@ -191,7 +191,7 @@ def assert_equal_gradients(package_run: Ended, megatron_run: Ended) -> None:
 
 
 @pytest.mark.slow
-def test_megatrons_own_1f1b_trains_the_same(train: Train) -> None:
+def test_training_equals_megatron_1f1b(train: Train) -> None:
     """Whose last rank has a copy of the embedding, filled and summed between the two ends."""
     flags = (*ONE, *STARTS, *SAYS, UNTIED)
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags)
@@ -234,7 +234,7 @@ PARALLEL = {
         for name in PARALLEL
     ],
 )
-def test_beside_other_parallelism(train: Train, parallel: str, schedule: str) -> None:
+def test_with_other_parallelism(train: Train, parallel: str, schedule: str) -> None:
     ranks, text = PARALLEL[parallel]
     flags, size = (*STEPS, *ONE, *text.split()), "--pipeline-model-parallel-size"
     package_run = train(ranks, "--pipeline-schedule", schedule, *flags, size, "2")
@@ -263,7 +263,7 @@ SHARED_PARALLEL = {
         for number, name in enumerate(SHARED_PARALLEL)
     ],
 )
-def test_a_shared_vocabulary_beside_other_parallelism(train: Train, parallel: str) -> None:
+def test_vocabulary_parallelism_with_other_parallelism(train: Train, parallel: str) -> None:
     schedule, ranks, text = SHARED_PARALLEL[parallel]
     flags, size = (*STEPS, *TWO, *SAYS, *text.split()), "--pipeline-model-parallel-size"
     package_run = train(ranks, "--pipeline-schedule", schedule, SHARED, *flags, size, "2")
