@@ -31,7 +31,9 @@ PLUGIN = Path(poisoned.__file__)
 STEPS = ("--clip-grad", "0", "--train-iters", "3", "--eval-interval", "2", "--eval-iters", "1")
 
 
-def trained(farm: Farm, folder: Path, schedule: Schedule, *flags: str, ranks: int = 4) -> Ended:
+def train_schedule(
+    farm: Farm, folder: Path, schedule: Schedule, *flags: str, ranks: int = 4
+) -> Ended:
     file = folder / "schedule.json"
     file.write_text(schedule.to_json())
     flags = ("--pipeline-schedule", str(file), *flags)
@@ -66,7 +68,9 @@ def test_losses_equal_for_every_named_schedule_with_offloading(
 ) -> None:
     baseline_run = train(4, "--pipeline-schedule", name, *STEPS, UNTIED)
     chosen = choose_every_third if name == "v-zb" else choose_all
-    package_run = trained(farm, tmp_path, with_offloads(make(name, 4, 8), chosen), *STEPS, UNTIED)
+    package_run = train_schedule(
+        farm, tmp_path, with_offloads(make(name, 4, 8), chosen), *STEPS, UNTIED
+    )
     assert_same_bits(package_run, baseline_run)
 
 
@@ -88,7 +92,9 @@ def test_offloading_with_other_megatron_features(
     ranks, text = PARALLEL[layout]
     flags = (*STEPS, "--pipeline-model-parallel-size", "2", *text.split())
     baseline_run = train(ranks, "--pipeline-schedule", "v-half", *flags)
-    package_run = trained(farm, tmp_path, with_offloads(make("v-half", 2, 8)), *flags, ranks=ranks)
+    package_run = train_schedule(
+        farm, tmp_path, with_offloads(make("v-half", 2, 8)), *flags, ranks=ranks
+    )
     assert_same_bits(package_run, baseline_run)
 
 
@@ -103,7 +109,7 @@ def test_measured_peaks_equal_predicted_peaks(
     train: Train, farm: Farm, tmp_path: Path, name: str
 ) -> None:
     baseline_peaks, _ = figures(train(4, "--pipeline-schedule", name, *SIZES, UNTIED))
-    run = trained(farm, tmp_path, with_offloads(make(name, 4, 16)), *SIZES, UNTIED)
+    run = train_schedule(farm, tmp_path, with_offloads(make(name, 4, 16)), *SIZES, UNTIED)
     measured, predicted = figures(run)
     assert measured == pytest.approx(predicted, rel=0.05)
     assert max(measured) < 0.7 * max(baseline_peaks)
@@ -131,7 +137,7 @@ AUTO = ("--pipeline-schedule", "auto", "--pipeline-memory-limit", "v-min")
 
 
 def test_auto_plans_offloading_from_a_costs_file(train: Train, farm: Farm, tmp_path: Path) -> None:
-    file = costs_of_copies(tmp_path)
+    file = write_copy_costs(tmp_path)
     baseline_run = train(2, "--pipeline-schedule", "v-half", *LARGER, "3")
     package_run = farm.run(
         2, *AUTO, "--pipeline-costs", str(file), *LARGER, "3", plugin=PLUGIN
@@ -173,7 +179,7 @@ def test_offloaded_steps_are_rolled_back(train: Train, farm: Farm, tmp_path: Pat
         UNTIED,
     )
     baseline_run = train(2, "--pipeline-schedule", "v-zb", *flags)
-    package_run = trained(farm, tmp_path, with_offloads(make("v-zb", 2, 8)), *flags, ranks=2)
+    package_run = train_schedule(farm, tmp_path, with_offloads(make("v-zb", 2, 8)), *flags, ranks=2)
     undo_lines = [
         re.search(r"post-validation: .* undone", run.output[0])
         for run in (package_run, baseline_run)
@@ -202,10 +208,10 @@ def test_schedule_file_with_invalid_copies_is_rejected(tmp_path: Path) -> None:
 
 
 LARGE = 0.95e6
-"""Bytes copied per microbatch and stage in `costs_of_copies`."""
+"""Bytes copied per microbatch and stage in `write_copy_costs`."""
 
 
-def costs_of_copies(tmp_path: Path) -> Path:
+def write_copy_costs(tmp_path: Path) -> Path:
     times, bytes_ = (1000.0,) * 4, (1e6,) * 4
     costs = Costs(times, times, times, 50.0, bytes_, bytes_, layers=(2,) * 4)
     copies = Copies(LARGE, 300.0, 300.0, 300.0, 300.0)
@@ -216,7 +222,7 @@ def costs_of_copies(tmp_path: Path) -> Path:
 
 def test_auto_respects_the_host_memory_limit(tmp_path: Path) -> None:
     """The limit includes the unused part of partly filled host memory blocks."""
-    file = costs_of_copies(tmp_path)
+    file = write_copy_costs(tmp_path)
     costs, peaks = Costs.load(file), []
     for chunks in (3.0, 1e6):
         limit = chunks * LARGE * (1 + 1 / HOST_BLOCKS) / GIB
@@ -233,7 +239,7 @@ def test_schedule_file_beyond_the_host_memory_limit(
     baseline_run = train(2, "--pipeline-schedule", "v-half", *STEPS, UNTIED)
     schedule = with_offloads(make("v-half", 2, 8))
     limit = ("--pipeline-host-memory-limit", "0.0006")
-    package_run = trained(farm, tmp_path, schedule, *limit, *STEPS, UNTIED, ranks=2)
+    package_run = train_schedule(farm, tmp_path, schedule, *limit, *STEPS, UNTIED, ranks=2)
     assert_same_bits(package_run, baseline_run)
     rejections = [
         line for run in package_run.output for line in run.splitlines() if "no host memory" in line
@@ -264,7 +270,7 @@ def test_invalid_host_memory_limits_are_rejected(
     if name == "file":
         name = str(tmp_path / "schedule.json")
         Path(name).write_text(with_offloads(make("v-half", 2, 8)).to_json())
-    options = Options(name, 60.0, str(costs_of_copies(tmp_path)), None, limit_gib)
+    options = Options(name, 60.0, str(write_copy_costs(tmp_path)), None, limit_gib)
     with pytest.raises(ValueError, match=message):
         resolve_schedule(options, 2)
 
@@ -276,7 +282,7 @@ def test_slices_are_offloaded_except_keys_and_values(
 ) -> None:
     flags = (*SIZES, "--num-layers", "4", UNTIED)
     alone = train(2, "--pipeline-schedule", name, "--pipeline-slices", "4", *flags)
-    package_run = trained(
+    package_run = train_schedule(
         farm, tmp_path, with_offloads(make(name, 2, 16, slices=4)), *flags, ranks=2
     )
     assert_same_bits(package_run, alone)

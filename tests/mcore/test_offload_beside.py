@@ -3,7 +3,7 @@
 from runtime.ranks import run_ranks
 
 
-def beside_shared_experts(rank: int) -> list[list[str]]:
+def find_stream_faults(rank: int) -> list[list[str]]:
     from megatron_vshape.mcore import cpu
 
     cpu.install()
@@ -21,6 +21,6 @@ def test_tensors_read_by_another_stream_in_b_are_not_reused() -> None:
     If their saved tensors are reloaded on the compute stream, the allocator can reuse the memory
     while the shared experts still read it.
     """
-    for package_faults, faults_without_skip in run_ranks(2, beside_shared_experts, timeout_s=120):
+    for package_faults, faults_without_skip in run_ranks(2, find_stream_faults, timeout_s=120):
         assert package_faults == []
         assert set(faults_without_skip) == {"memory of main goes while stream 1 may use it"}

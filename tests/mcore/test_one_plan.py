@@ -22,7 +22,7 @@ NAMES = (AUTO, AUTO, AUTO, *PLUS_NAMES, "v-min", "v-half", "v-zb")
 DEVICES = 2
 
 
-def costs_of(draw: random.Random) -> Costs:
+def draw_costs(draw: random.Random) -> Costs:
     """Draw costs of two stages per rank, in half of the cases with vocabulary parallelism."""
 
     def draw_per_stage(low: float, high: float) -> list[float]:
@@ -44,14 +44,14 @@ def costs_of(draw: random.Random) -> Costs:
     return Costs.from_json(json.dumps(data))
 
 
-def by_trainer(name: str, microbatches: int, costs: Costs, limit: float | None) -> object:
+def plan_by_trainer(name: str, microbatches: int, costs: Costs, limit: float | None) -> object:
     choice = ScheduleChoice(
         DEVICES, name, costs=costs, limit_bytes=limit, shards_output_layer=len(costs.others) > 0
     )
     return Planner(choice).plan_step(microbatches).schedule.order
 
 
-def by_command(file: Path, name: str, microbatches: int, limit: float | None) -> object:
+def plan_by_command(file: Path, name: str, microbatches: int, limit: float | None) -> object:
     """Return the pass order from the `plan` or `export` command."""
     exported = file.with_name("made.json")
     sizes = ["--devices", str(DEVICES), "--microbatches", str(microbatches), "--costs", str(file)]
@@ -66,7 +66,7 @@ def by_command(file: Path, name: str, microbatches: int, limit: float | None) ->
     return load_schedule(exported).order
 
 
-def by_sweep(microbatches: int, costs: Costs, limit: float) -> object:
+def plan_by_sweep(microbatches: int, costs: Costs, limit: float) -> object:
     sizes = {"sequence_length": 8, "global_batch_size": microbatches, "pipeline_parallel": DEVICES}
     alone = dict.fromkeys(
         ("data_parallel", "tensor_parallel", "context_parallel", "microbatch_size"), 1
@@ -77,7 +77,7 @@ def by_sweep(microbatches: int, costs: Costs, limit: float) -> object:
     return plan_adaptive(config, placement, costs, limits, Objective.MAKESPAN).schedule.order
 
 
-def said(answer: object, *arguments: object) -> object:
+def call_or_error(answer: object, *arguments: object) -> object:
     assert callable(answer)
     try:
         return answer(*arguments)
@@ -92,12 +92,12 @@ def test_trainer_command_and_sweep_return_equal_plans(
     monkeypatch.setattr(search, "default_steps", lambda problem: 200)
     draw, file, refused = random.Random(38), tmp_path / "costs.json", 0
     for _ in range(count):
-        name, microbatches, costs = draw.choice(NAMES), draw.randrange(2, 5), costs_of(draw)
+        name, microbatches, costs = draw.choice(NAMES), draw.randrange(2, 5), draw_costs(draw)
         limit = draw.choice((None, draw.uniform(1.8, 5) * GIB)) if name == AUTO else None
         file.write_text(costs.to_json())
-        one = said(by_trainer, name, microbatches, costs, limit)
-        assert one == said(by_command, file, name, microbatches, limit)
+        one = call_or_error(plan_by_trainer, name, microbatches, costs, limit)
+        assert one == call_or_error(plan_by_command, file, name, microbatches, limit)
         if limit is not None:
-            assert one == said(by_sweep, microbatches, costs, limit)
+            assert one == call_or_error(plan_by_sweep, microbatches, costs, limit)
         refused += one == "refused"
     assert refused < count // 3

@@ -33,7 +33,7 @@ class Simulated(RankZeroPlanner):
         return self._here
 
 
-def on_ranks(count: int, run: Callable[[int], Any]) -> list[Any]:
+def run_on_ranks(count: int, run: Callable[[int], Any]) -> list[Any]:
     """Call `run` for every rank in a separate thread and return the results."""
     results: list[Any] = [None] * count
 
@@ -69,14 +69,14 @@ def test_one_process_plans_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> Non
         planner = Planner(choice, Simulated(rank, RANKS, store))
         return tuple(planner.plan_step(number).program.text() for number in (2, 3))
 
-    planned = on_ranks(RANKS, run)
+    planned = run_on_ranks(RANKS, run)
     assert len(planning_threads) == 2
     assert len(set(planning_threads)) == 1
     assert len(set(planned)) == 1
     assert None not in planned
 
 
-def sentences(plan: Callable[[], Any], timeout_s: float = 300.0) -> list[str]:
+def planning_errors(plan: Callable[[], Any], timeout_s: float = 300.0) -> list[str]:
     """Return the errors of three ranks if planning fails."""
     store = dist.HashStore()
 
@@ -87,7 +87,7 @@ def sentences(plan: Callable[[], Any], timeout_s: float = 300.0) -> list[str]:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    return on_ranks(3, run)
+    return run_on_ranks(3, run)
 
 
 @pytest.mark.parametrize("kind", [ScheduleError, UnsupportedError])
@@ -95,7 +95,7 @@ def test_all_ranks_report_a_rejected_plan(kind: type[Exception]) -> None:
     def plan() -> None:
         raise kind("nothing fits 1 GiB")
 
-    planner_error, *other_errors = sentences(plan)
+    planner_error, *other_errors = planning_errors(plan)
     assert planner_error == f"{kind.__name__}: nothing fits 1 GiB"
     assert other_errors == ["ScheduleError: nothing fits 1 GiB"] * 2
 
@@ -104,7 +104,7 @@ def test_all_ranks_report_a_planner_failure() -> None:
     def plan() -> None:
         raise ValueError("no such pass\nand more")
 
-    planner_error, *other_errors = sentences(plan)
+    planner_error, *other_errors = planning_errors(plan)
     assert planner_error.startswith("ValueError: no such pass")
     message = "rank 0, which plans for all ranks, failed at it: ValueError: no such pass"
     assert other_errors == [f"ScheduleError: {message}"] * 2
@@ -123,13 +123,13 @@ def test_rank_zero_stops_waiting_for_acknowledgements(monkeypatch: pytest.Monkey
         Simulated(0, 2, dist.HashStore())(lambda: 1 // 0)
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
-def meet(rank: int, port: int, fails: bool) -> list[str]:
+def plan_around_init(rank: int, port: int, fails: bool) -> list[str]:
     """Plan before and after `init_process_group`; return the plans and the planning ranks."""
     dist.destroy_process_group()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3"}
@@ -159,7 +159,9 @@ def meet(rank: int, port: int, fails: bool) -> list[str]:
 
 @pytest.mark.parametrize("fails", [False, True], ids=["planned", "failed"])
 def test_ranks_use_the_rendezvous_of_megatron(fails: bool) -> None:
-    planner_log, *other_logs = run_ranks(3, meet, free_port(), fails, timeout_s=120)
+    planner_log, *other_logs = run_ranks(
+        3, plan_around_init, find_free_port(), fails, timeout_s=120
+    )
     heard = [f"{'no ' if fails else ''}{text}" for text in ("layers", "order", "ramp-up")]
     assert planner_log == [event for text in heard for event in ("plans", text)]
     assert other_logs == [heard] * 2

@@ -24,7 +24,7 @@ SIZE = ("--pipeline-model-parallel-size", "2", "--global-batch-size", "16")
 OVERLAPPED = ("--bf16", "--overlap-moe-expert-parallel-comm")
 
 
-def with_pairs(schedule: Schedule) -> Schedule:
+def overlap_adjacent_passes(schedule: Schedule) -> Schedule:
     """Overlap every F with the next B of its rank unless the result would deadlock."""
     for row in schedule.order:
         last_index = -1
@@ -40,19 +40,21 @@ def with_pairs(schedule: Schedule) -> Schedule:
     return schedule
 
 
-def files(folder: Path, name: str, devices: int, full_backward: bool = False) -> tuple[str, str]:
+def write_schedule_pair(
+    folder: Path, name: str, devices: int, full_backward: bool = False
+) -> tuple[str, str]:
     """Write one schedule with and without overlapped passes and return both paths."""
     schedule = make(name, devices, 8)
     if full_backward:
         from megatron_vshape.core.program.lowering import with_full_backwards
 
         schedule = with_full_backwards(schedule)
-    overlapped_schedule = with_pairs(schedule)
+    overlapped_schedule = overlap_adjacent_passes(schedule)
     assert len(overlapped_schedule.overlapped) >= 2 * devices
-    return written(folder, overlapped_schedule)
+    return write_with_and_without_overlap(folder, overlapped_schedule)
 
 
-def written(folder: Path, schedule: Schedule) -> tuple[str, str]:
+def write_with_and_without_overlap(folder: Path, schedule: Schedule) -> tuple[str, str]:
     paths = []
     for variant in (schedule, replace(schedule, overlapped=frozenset())):
         paths.append(
@@ -62,7 +64,7 @@ def written(folder: Path, schedule: Schedule) -> tuple[str, str]:
     return str(paths[0]), str(paths[1])
 
 
-def same_bits(package_run: Ended, baseline_run: Ended) -> None:
+def assert_same_bits(package_run: Ended, baseline_run: Ended) -> None:
     for key in ("losses", "grad_norms", "evaluations"):
         assert package_run.record[key] == baseline_run.record[key]
     for key in ("gradients", "parameters"):
@@ -98,11 +100,11 @@ def test_overlapped_passes_give_bitwise_equal_training(
     train: Train, tmp_path: Path, case: str
 ) -> None:
     ranks, name, full_backward, options = CASES[case]
-    overlapped, sequential = files(tmp_path, name, 2, full_backward)
+    overlapped, sequential = write_schedule_pair(tmp_path, name, 2, full_backward)
     flags = (*STEPS, *SIZE, *options.split(), *OVERLAPPED)
     package_run = train(ranks, "--pipeline-schedule", overlapped, *flags)
     plain = (*STEPS, *SIZE, *options.split(), "--bf16")
-    same_bits(package_run, train(ranks, "--pipeline-schedule", sequential, *plain))
+    assert_same_bits(package_run, train(ranks, "--pipeline-schedule", sequential, *plain))
     assert_equal(package_run, train(ranks, "--pipeline-schedule", "1f1b", *plain), bf16=True)
 
 
@@ -111,7 +113,7 @@ def test_adjacent_passes_of_a_schedule_by_name_overlap(train: Train) -> None:
     """Bitwise equal, with overlapped gradient reduction."""
     flags = ("--pipeline-schedule", "v-zb", *STEPS, *SIZE, *f"{EXPERT_PARALLEL} {OVERLAP}".split())
     package_run = train(4, *flags, *OVERLAPPED)
-    same_bits(package_run, train(4, *flags, "--bf16"))
+    assert_same_bits(package_run, train(4, *flags, "--bf16"))
 
 
 AUTO = "--pipeline-schedule auto --pipeline-profile-iterations 2:3"
@@ -130,11 +132,13 @@ def test_named_and_planned_schedules_with_overlapped_passes(train: Train, chosen
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["v-zb", "v-half", "interleaved-1f1b"])
 def test_overlapped_passes_on_more_ranks(train: Train, tmp_path: Path, name: str) -> None:
-    overlapped, sequential = files(tmp_path, name, 4)
+    overlapped, sequential = write_schedule_pair(tmp_path, name, 4)
     size = ("--pipeline-model-parallel-size", "4", "--global-batch-size", "16")
     flags = (*size, *EXPERT_PARALLEL.split())
     package_run = train(8, "--pipeline-schedule", overlapped, *STEPS, *flags, *OVERLAPPED)
-    same_bits(package_run, train(8, "--pipeline-schedule", sequential, *STEPS, *flags, "--bf16"))
+    assert_same_bits(
+        package_run, train(8, "--pipeline-schedule", sequential, *STEPS, *flags, "--bf16")
+    )
     megatron_run = train(8, "--pipeline-schedule", "1f1b", *STEPS, *flags, "--bf16")
     assert_equal(package_run, megatron_run, bf16=True)
 
@@ -143,9 +147,9 @@ def test_overlapped_passes_on_more_ranks(train: Train, tmp_path: Path, name: str
 def test_looping_schedule_with_four_stages_per_rank(train: Train, tmp_path: Path) -> None:
     published = make("overlapped-interleaved-1f1b", 2, 8, num_chunks=4)
     assert len(published.overlapped) > 16
-    overlapped, sequential = written(tmp_path, published)
+    overlapped, sequential = write_with_and_without_overlap(tmp_path, published)
     flags = (*STEPS, *SIZE, *EXPERT_PARALLEL.split())
     package_run = train(4, "--pipeline-schedule", overlapped, *flags, *OVERLAPPED)
-    same_bits(package_run, train(4, "--pipeline-schedule", sequential, *flags, "--bf16"))
+    assert_same_bits(package_run, train(4, "--pipeline-schedule", sequential, *flags, "--bf16"))
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags, "--bf16")
     assert_equal(package_run, megatron_run, bf16=True)

@@ -11,7 +11,7 @@ import torch
 from mcore.farm import Farm
 
 
-def run(farm: Farm, folder: Path, ranks: int, **settings: Any) -> list[dict[str, Any]]:
+def run_packed(farm: Farm, folder: Path, ranks: int, **settings: Any) -> list[dict[str, Any]]:
     folder = folder / f"{settings['schedule']}-{len(list(folder.iterdir()))}"
     folder.mkdir()
     trainer = folder / "trainer.py"  # imported as a library
@@ -21,7 +21,7 @@ def run(farm: Farm, folder: Path, ranks: int, **settings: Any) -> list[dict[str,
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
-def gradients(run: list[dict[str, Any]]) -> dict[tuple[str, int], torch.Tensor]:
+def gradients_by_parameter(run: list[dict[str, Any]]) -> dict[tuple[str, int], torch.Tensor]:
     return {
         (name, rank["tensor_rank"]): value
         for rank in run
@@ -45,10 +45,13 @@ def test_packed_sequences_train_like_1f1b(
 ) -> None:
     ranks = tensor * pipeline
     settings = {"tensor": tensor, "config": {"num_layers": max(8, 2 * pipeline)}}
-    megatron_ranks = run(farm, tmp_path, ranks, schedule=None, **settings)
-    package_ranks = run(farm, tmp_path, ranks, schedule=schedule, **settings)
+    megatron_ranks = run_packed(farm, tmp_path, ranks, schedule=None, **settings)
+    package_ranks = run_packed(farm, tmp_path, ranks, schedule=schedule, **settings)
     assert package_ranks[-1]["losses"] == pytest.approx(megatron_ranks[-1]["losses"], abs=1e-6)
-    megatron_gradients, package_gradients = gradients(megatron_ranks), gradients(package_ranks)
+    megatron_gradients, package_gradients = (
+        gradients_by_parameter(megatron_ranks),
+        gradients_by_parameter(package_ranks),
+    )
     assert package_gradients.keys() == megatron_gradients.keys()
     for name, value in package_gradients.items():
         torch.testing.assert_close(value, megatron_gradients[name], rtol=1e-5, atol=1e-6)
@@ -56,10 +59,10 @@ def test_packed_sequences_train_like_1f1b(
 
 def test_stage_without_sequence_boundaries_is_rejected(farm: Farm, tmp_path: Path) -> None:
     packed, merged = (
-        run(farm, tmp_path, 2, schedule="v-half", tensor=1, merges=merges)[-1]["losses"]
+        run_packed(farm, tmp_path, 2, schedule="v-half", tensor=1, merges=merges)[-1]["losses"]
         for merges in (False, True)
     )
     assert packed[1] == pytest.approx(merged[1], abs=1e-6)  # one sequence
     assert packed[0] != pytest.approx(merged[0], abs=1e-4)
     with pytest.raises(AssertionError, match="stages 1, 2 were called without packed_seq_params"):
-        run(farm, tmp_path, 2, schedule="v-half", tensor=1, without=0)
+        run_packed(farm, tmp_path, 2, schedule="v-half", tensor=1, without=0)

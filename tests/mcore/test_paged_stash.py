@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def orders(ended: Ended) -> list[list[list[int]]]:
+def stash_orders(ended: Ended) -> list[list[list[int]]]:
     """Return the recorded stash order of every rank, in the format of Transformer Engine."""
     orders_by_rank = []
     for text in ended.output:
@@ -57,7 +57,7 @@ def test_overflowed_step_is_rerun_with_equal_results(
     assert_same_numbers(package_run, train(4, *flags))
     layers = 1 if schedule == "v-half" else 2  # per stage
     rows = [[chunk for chunk in row for _ in range(layers)] for row in rows_of(schedule, 4, 8)]
-    assert orders(package_run) == [[row] for row in rows]
+    assert stash_orders(package_run) == [[row] for row in rows]
     assert ("rerunning forward-backward" in "".join(package_run.output)) == overflows
 
 
@@ -67,7 +67,7 @@ def test_stash_records_only_the_final_pass_order(farm: Farm) -> None:
     auto = "--pipeline-schedule auto --pipeline-profile-iterations 2:2 --train-iters 32"
     flags = f"{MODEL} {STASH} {auto} --eval-iters 0".split()
     assert [
-        len(rank_orders) for rank_orders in orders(farm.run(2, *flags, plugin=PLUGIN).check())
+        len(rank_orders) for rank_orders in stash_orders(farm.run(2, *flags, plugin=PLUGIN).check())
     ] == [1, 1]
 
 

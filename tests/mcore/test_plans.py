@@ -113,7 +113,7 @@ def test_schedule_file_enables_vocabulary_parallelism(tmp_path: Path) -> None:
     assert not resolve_schedule(Options(str(file)), 2).shards_output_layer
 
 
-def known_in_all() -> Costs:
+def costs_with_state() -> Costs:
     """Return costs of 4 ranks with model state and 2 GiB of workspace in the loss."""
     return Costs(
         *((1000.0,) * 8,) * 3,
@@ -127,7 +127,7 @@ def known_in_all() -> Costs:
 
 
 def test_memory_limit_includes_model_state_and_workspace() -> None:
-    costs, limit, state_bytes = known_in_all(), 56 * GIB, (32.0 * GIB, *(18.5 * GIB,) * 3)
+    costs, limit, state_bytes = costs_with_state(), 56 * GIB, (32.0 * GIB, *(18.5 * GIB,) * 3)
     planner = Planner(ScheduleChoice(4, "auto", costs=costs, limit_bytes=limit))
     planner.reserve(state_bytes)
     schedule = planner.plan_step(8).schedule
@@ -144,7 +144,7 @@ def test_memory_limit_includes_model_state_and_workspace() -> None:
 
 
 def test_first_log_lines_report_the_peak_of_every_rank(tmp_path: Path) -> None:
-    file, costs = tmp_path / "costs.json", known_in_all()
+    file, costs = tmp_path / "costs.json", costs_with_state()
     file.write_text(costs.to_json())
     config = DeferredConfig(num_layers=8, hidden_size=32, num_attention_heads=4)
     config.pipeline_model_parallel_size = 4
@@ -162,7 +162,7 @@ def test_first_log_lines_report_the_peak_of_every_rank(tmp_path: Path) -> None:
     assert "including model states of 18 18 18 31 GiB" in log
 
 
-def last_backwards(program: Program) -> list[list[int]]:
+def stages_by_last_wgrad(program: Program) -> list[list[int]]:
     """Return the stages of every rank in the order of their last weight gradients."""
     return [
         list(dict.fromkeys(work.stage for work in reversed(row) if work.kind in (Kind.W, Kind.BW)))
@@ -177,5 +177,5 @@ def test_chunk_completion_order_is_independent_of_microbatches(name: str, slices
     """Replicas with different numbers of microbatches reduce their chunks in the same order."""
     planner = Planner(ScheduleChoice(4, name, slices=slices, may_overlap=name in JOINT_NAMES))
     counts = range(8, 40, 4) if name in JOINT_NAMES else range(1, 19)
-    orders = [last_backwards(planner.plan_step(count).program) for count in counts]
+    orders = [stages_by_last_wgrad(planner.plan_step(count).program) for count in counts]
     assert orders == [orders[0]] * len(orders)

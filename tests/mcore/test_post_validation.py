@@ -25,21 +25,21 @@ DATA_PARALLEL = (
 ).split()
 
 
-def equal_to_the_bit(first: Any, second: Any) -> bool:
+def is_bitwise_equal(first: Any, second: Any) -> bool:
     """Return whether two nests are equal to the last bit, NaN included."""
     if isinstance(first, torch.Tensor):
         is_same_type = first.dtype == second.dtype and first.shape == second.shape
-        return is_same_type and torch.equal(bits(first), bits(second))
+        return is_same_type and torch.equal(as_integers(first), as_integers(second))
     if isinstance(first, dict):
         return first.keys() == second.keys() and all(
-            equal_to_the_bit(first[key], second[key]) for key in first
+            is_bitwise_equal(first[key], second[key]) for key in first
         )
     if isinstance(first, list):
-        return len(first) == len(second) and all(map(equal_to_the_bit, first, second))
+        return len(first) == len(second) and all(map(is_bitwise_equal, first, second))
     return repr(first) == repr(second)
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
@@ -56,12 +56,12 @@ class Exact:
 
     def equals(self, second: "Exact") -> bool:
         evaluations = (self.run.record["evaluations"], second.run.record["evaluations"])
-        return equal_to_the_bit(self.rank_records, second.rank_records) and equal_to_the_bit(
+        return is_bitwise_equal(self.rank_records, second.rank_records) and is_bitwise_equal(
             *evaluations
         )
 
 
-def guesses(run: Exact) -> tuple[int, int]:
+def count_early_starts(run: Exact) -> tuple[int, int]:
     """Return the numbers of early-started and of rolled-back steps."""
     (counts,) = re.findall(
         r"post-validation: (\d+) steps made before they were validated, (\d+) of them undone",
@@ -117,7 +117,7 @@ def lab(farm: Farm, tmp_path: Path) -> Lab:
 def test_fp16_with_clipping_at_times_and_infinite_gradients(lab: Lab) -> None:
     flags = ("--fp16", *SCALED, "--clip-grad", "1.25")
     plain, ahead = lab.both(*FIFTY, *flags, infected=(7, 15, 16, 30, 42))
-    guessed, undone = guesses(ahead)
+    guessed, undone = count_early_starts(ahead)
     assert 0 < undone < guessed
     assert sum(step["skipped"] for step in plain.steps) == 5
     assert len({step["loss scale"] for step in plain.steps}) > 1
@@ -130,7 +130,7 @@ def test_bf16_distributed_optimizer_with_dropout_and_per_token_loss(lab: Lab) ->
     clipping = ("--clip-grad", "1.9")
     flags = [*FIFTY, "--train-iters", "10", *flags, *clipping, *DATA_PARALLEL]
     _, ahead = lab.both(*flags, infected=(5, 8))
-    guessed, undone = guesses(ahead)
+    guessed, undone = count_early_starts(ahead)
     assert 0 < undone < guessed
 
 
@@ -146,7 +146,7 @@ def test_clipping_by_the_norm_of_detached_mtp_layers(lab: Lab) -> None:
     plain, ahead = lab.both(*FIFTY, *DATA_PARALLEL, *flags)
     assert max(step["norm"] for step in plain.steps) < limit
     assert {step["group norms"]["mtp"] > limit for step in plain.steps} == {True, False}
-    guessed, undone = guesses(ahead)
+    guessed, undone = count_early_starts(ahead)
     assert 0 < undone < guessed
 
 
@@ -163,7 +163,7 @@ def test_offloaded_activations_of_an_early_started_step(lab: Lab, tmp_path: Path
     flags = (*FIFTY, *DATA_PARALLEL, *precision.split(), "--pipeline-schedule", str(file))
     _, ahead = lab.both(*flags, infected=(5,))
     assert "microbatches and stages are offloaded" in ahead.run.output[0]
-    assert guesses(ahead) == (4, 1)
+    assert count_early_starts(ahead) == (4, 1)
 
 
 def test_a_step_with_other_arguments_than_the_early_started_one(lab: Lab) -> None:
@@ -172,7 +172,7 @@ def test_a_step_with_other_arguments_than_the_early_started_one(lab: Lab) -> Non
     plain = lab.run(*flags)
     ahead = lab.run(*flags, POST_VALIDATION, renews_forward_step=True)
     assert ahead.equals(plain)
-    assert guesses(ahead) == (6 - 2 - 1, 0)  # not the first two, nor the last
+    assert count_early_starts(ahead) == (6 - 2 - 1, 0)  # not the first two, nor the last
 
 
 PRECISIONS = {
@@ -194,7 +194,7 @@ def test_post_validation_is_bitwise_exact(
     infected = (46,) if precision == "fp32" else (7, 15, 16, 30, 42)
     flags = (*PRECISIONS[precision], "--clip-grad", CLIPPING[clipping], *parallel)
     plain, ahead = lab.both(*FIFTY, *flags, infected=infected)
-    guessed, undone = guesses(ahead)
+    guessed, undone = count_early_starts(ahead)
     if clipping == "always":
         assert guessed == 0
     else:
@@ -209,7 +209,7 @@ def test_timed_steps_start_after_validation(lab: Lab, tmp_path: Path) -> None:
     flags = (*BOUNDARIES, "--train-iters", "13")
     plain, ahead = lab.run(*flags), lab.run(*flags, *trace, POST_VALIDATION)
     assert ahead.equals(plain)
-    assert guesses(ahead) == (13 - 2 - 1, 0)  # no timed step starts early
+    assert count_early_starts(ahead) == (13 - 2 - 1, 0)  # no timed step starts early
     assert "measured later: passes " in ahead.run.output[0]
     assert (tmp_path / "trace" / "trace.json").exists()
 
@@ -219,7 +219,7 @@ def test_timed_steps_start_after_validation(lab: Lab, tmp_path: Path) -> None:
 def test_post_validation_with_other_schedules(lab: Lab, schedule: str) -> None:
     flags = ("--bf16", "--loss-scale", "64", "--clip-grad", "1.2", "--pipeline-schedule", schedule)
     _, ahead = lab.both(*FIFTY, *flags, infected=(9, 20))
-    guessed, undone = guesses(ahead)
+    guessed, undone = count_early_starts(ahead)
     assert 0 < undone < guessed
 
 
@@ -246,12 +246,15 @@ def test_evaluation_and_saving_see_a_validated_state(lab: Lab, tmp_path: Path) -
     stop = ("--exit-signal-handler", POST_VALIDATION)
     ahead = lab.run(*flags, "--save", ahead_folder, *stop, stopped=9)
     assert ahead.equals(plain)
-    assert guesses(ahead) == (9 - 2 - 1, 0)  # not the first two, nor before the evaluation
+    assert count_early_starts(ahead) == (
+        9 - 2 - 1,
+        0,
+    )  # not the first two, nor before the evaluation
     plain = lab.run(*flags, "--load", plain_folder)
     ahead = lab.run(*flags, "--load", ahead_folder, POST_VALIDATION)
     assert ahead.equals(plain)
     assert len(ahead.steps) == 7
-    assert guesses(ahead) == (7 - 2 - 2, 0)  # nor before the end
+    assert count_early_starts(ahead) == (7 - 2 - 2, 0)  # nor before the end
 
 
 def test_schedule_without_gain_logs_one_line(farm: Farm) -> None:

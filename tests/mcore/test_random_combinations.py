@@ -68,7 +68,7 @@ POOLS: Sequence[tuple[int, Sequence[str]]] = (  # maximum number of drawn option
 )
 
 
-def draw(seed: int) -> tuple[str, list[str], list[str]]:
+def draw_options(seed: int) -> tuple[str, list[str], list[str]]:
     """Return a schedule, flags of Megatron, and flags of this package."""
     chance = random.Random(seed)
     drawn = [
@@ -82,17 +82,17 @@ def draw(seed: int) -> tuple[str, list[str], list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(32))
 def test_random_combination_is_rejected_or_correct(farm: Farm, seed: int) -> None:
-    schedule, flags, package_flags = draw(seed)
+    schedule, flags, package_flags = draw_options(seed)
     megatron_run = farm.run(4, *flags, "--pipeline-schedule", "1f1b")
     if any(megatron_run.codes):
         pytest.skip("Megatron does not train it either")
     package_run = farm.run(4, *flags, "--pipeline-schedule", schedule, *package_flags)
     if package_run.codes == [1] * 4 and "megatron-vshape: --" in package_run.output[0]:
         return
-    compare(package_run.check(), megatron_run, rounded="--bf16" in flags)
+    assert_equal_results(package_run.check(), megatron_run, rounded="--bf16" in flags)
 
 
-def compare(package_run: Ended, megatron_run: Ended, rounded: bool) -> None:
+def assert_equal_results(package_run: Ended, megatron_run: Ended, rounded: bool) -> None:
     assert len(losses(package_run)) == 3
     assert relative(losses(package_run), losses(megatron_run)) <= (5e-3 if rounded else 2e-6)
     norms = (package_run.record["grad_norms"], megatron_run.record["grad_norms"])

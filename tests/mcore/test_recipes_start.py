@@ -120,23 +120,23 @@ def _no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals, "has_transformer_engine", lambda: False)
 
 
-def examined(options: dict[str, Any]) -> ExaminedOptions:
+def examine_options(options: dict[str, Any]) -> ExaminedOptions:
     return examine(options, package_options_of(options, None), DEFAULTS)
 
 
-def said_by_doctor(options: dict[str, Any]) -> list[str]:
-    report = examined(options)
+def doctor_reasons(options: dict[str, Any]) -> list[str]:
+    report = examine_options(options)
     assert report.starts == (not report.refused and not report.missing)
     return [obstacle.why for obstacle in (*report.refused, *report.missing)]
 
 
-def arguments(options: dict[str, Any]) -> Namespace:
+def megatron_arguments(options: dict[str, Any]) -> Namespace:
     """Return Megatron's arguments as its parser leaves them, with these options set."""
     return Namespace(**{**vars(PARSED), "distributed_backend": "gloo", **options})
 
 
-def said_by_training(options: dict[str, Any]) -> str | None:
-    args = arguments(options)
+def training_error(options: dict[str, Any]) -> str | None:
+    args = megatron_arguments(options)
     try:
         pipeline = configure.pipeline_from_args(args)
         args.data_parallel_size, args.micro_batch_size, args.global_batch_size = 1, 1, 8
@@ -147,7 +147,7 @@ def said_by_training(options: dict[str, Any]) -> str | None:
     return None
 
 
-def said_by_a_library(options: dict[str, Any]) -> str | None:
+def library_error(options: dict[str, Any]) -> str | None:
     names = {field.name for field in fields(DeferredConfig)}
     config = DeferredConfig(**{name: options[name] for name in options if name in names})
     config.hidden_dropout = options.get("hidden_dropout", config.hidden_dropout)
@@ -167,7 +167,7 @@ def said_by_a_library(options: dict[str, Any]) -> str | None:
 @pytest.mark.parametrize(("changed", "why"), TABLE)
 def test_doctor_reports_the_expected_reason(changed: dict[str, Any], why: str | None) -> None:
     options = DEFAULT_SEARCH | changed
-    by_doctor, by_training = said_by_doctor(options), said_by_training(options)
+    by_doctor, by_training = doctor_reasons(options), training_error(options)
     if why is None:
         assert (by_doctor, by_training) == ([], None)
     else:
@@ -175,7 +175,7 @@ def test_doctor_reports_the_expected_reason(changed: dict[str, Any], why: str | 
         assert why in str(by_training)
 
 
-def generated(count: int) -> Iterator[dict[str, Any]]:
+def generate_options(count: int) -> Iterator[dict[str, Any]]:
     """Yield configurations of a few of the table's options each, the same in every run."""
     draw = random.Random(36)
     parts = [changed for changed, _ in TABLE if changed]
@@ -189,8 +189,8 @@ def generated(count: int) -> Iterator[dict[str, Any]]:
 
 def test_doctor_and_training_report_the_same_rejections() -> None:
     verdicts = set()
-    for options in generated(60):
-        by_doctor, by_training = said_by_doctor(options), said_by_training(options)
+    for options in generate_options(60):
+        by_doctor, by_training = doctor_reasons(options), training_error(options)
         assert (not by_doctor) == (by_training is None), options
         assert by_training is None or by_training in by_doctor, options
         verdicts.add(by_training is None)
@@ -199,24 +199,24 @@ def test_doctor_and_training_report_the_same_rejections() -> None:
 
 def test_recipe_accepted_by_doctor_starts() -> None:
     started = 0
-    for options in generated(60):
-        if "optimizer_post_validation" not in options and not said_by_doctor(options):
-            assert said_by_a_library(options) is None, options
+    for options in generate_options(60):
+        if "optimizer_post_validation" not in options and not doctor_reasons(options):
+            assert library_error(options) is None, options
             started += 1
     assert started > 5
 
 
 def test_recipe_without_number_of_layers_is_not_accepted() -> None:
     options = {name: value for name, value in DEFAULT_SEARCH.items() if name != "num_layers"}
-    assert not examined(options).starts
-    assert not examined(options | {"num_layers_in_last_pipeline_stage": 3}).starts
-    assert examined(options | {"pipeline_layer_split": "2,2,2,2,2,2,2,2"}).starts
+    assert not examine_options(options).starts
+    assert not examine_options(options | {"num_layers_in_last_pipeline_stage": 3}).starts
+    assert examine_options(options | {"pipeline_layer_split": "2,2,2,2,2,2,2,2"}).starts
 
 
 def test_all_rejected_options_are_reported() -> None:
     options = DEFAULT_SEARCH | {"num_layers": 18, "use_mup": True, "hybrid_context_parallel": True}
     options |= {"pipeline_vocab_parallel": True, "cuda_graph_impl": "transformer_engine"}
-    reasons = said_by_doctor(options)
+    reasons = doctor_reasons(options)
     assert len(reasons) == len(set(reasons)) == 4
     for part in ("hybrid-context", "--cuda-graph-impl", "--use-mup", "18 layers do not divide"):
         assert any(part in reason for reason in reasons)
@@ -228,9 +228,9 @@ def test_defaults_equal_megatrons_parser() -> None:
 
 def test_named_mixed_precision_recipes_are_resolved() -> None:
     base = DEFAULT_SEARCH | {"optimizer_post_validation": True, "rerun_mode": "disabled"}
-    assert not said_by_doctor(base | {"mixed_precision": "bf16_mixed"})
+    assert not doctor_reasons(base | {"mixed_precision": "bf16_mixed"})
     for name, option in (("bf16_with_mxfp8_mixed", "fp8"), ("bf16_with_nvfp4_mixed", "fp4")):
-        (why,) = said_by_doctor(base | {"mixed_precision": name})
+        (why,) = doctor_reasons(base | {"mixed_precision": name})
         assert f"--{option}-format" in why
 
 

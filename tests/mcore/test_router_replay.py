@@ -105,7 +105,7 @@ RECOMPUTE = {
 }
 
 
-def replayed(
+def run_replay(
     farm: Farm, folder: Path, schedule: str | None, ranks: int, *, recomputes: bool, **options: Any
 ) -> list[dict[str, Any]]:
     folder = folder / f"{Path(str(schedule)).stem}-{recomputes}-{len(options)}"
@@ -123,7 +123,9 @@ def replayed(
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
-def compare(package_ranks: list[dict[str, Any]], megatron_ranks: list[dict[str, Any]]) -> None:
+def assert_equal_ranks(
+    package_ranks: list[dict[str, Any]], megatron_ranks: list[dict[str, Any]]
+) -> None:
     wrong = (package_ranks[-1]["choices"] != megatron_ranks[-1]["choices"]).sum()
     assert wrong == 0, f"{wrong} of {package_ranks[-1]['choices'].numel()} choices are of another"
     assert package_ranks[-1]["recorded"] == pytest.approx(megatron_ranks[-1]["recorded"], abs=1e-6)
@@ -165,11 +167,11 @@ def test_routing_choices_reach_the_right_layer_and_microbatch(
     recomputes: bool,
     options: dict[str, Any],
 ) -> None:
-    megatron_ranks = replayed(farm, tmp_path, None, ranks, recomputes=recomputes)
+    megatron_ranks = run_replay(farm, tmp_path, None, ranks, recomputes=recomputes)
     assert megatron_ranks[-1]["losses"] != pytest.approx(megatron_ranks[-1]["recorded"], abs=1e-3)
-    package_ranks = replayed(farm, tmp_path, schedule, ranks, recomputes=recomputes, **options)
+    package_ranks = run_replay(farm, tmp_path, schedule, ranks, recomputes=recomputes, **options)
     assert package_ranks[0]["chunks"] == 2
-    compare(package_ranks, megatron_ranks)
+    assert_equal_ranks(package_ranks, megatron_ranks)
     # Recomputation in B consumes each replayed choice once.
     assert {remaining for record in package_ranks for remaining in record["left"]} == {
         0 if recomputes else 7
@@ -180,7 +182,7 @@ def test_routing_choices_reach_the_right_layer_and_microbatch(
 def test_choices_of_reordered_microbatches(farm: Farm, tmp_path: Path) -> None:
     costs = tmp_path / "costs.json"
     costs.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
-    megatron_ranks = replayed(farm, tmp_path, None, 2, recomputes=True)
-    package_ranks = replayed(farm, tmp_path, "auto", 2, recomputes=True, costs_file=str(costs))
+    megatron_ranks = run_replay(farm, tmp_path, None, 2, recomputes=True)
+    package_ranks = run_replay(farm, tmp_path, "auto", 2, recomputes=True, costs_file=str(costs))
     assert all(record["order"] for record in package_ranks)
-    compare(package_ranks, megatron_ranks)
+    assert_equal_ranks(package_ranks, megatron_ranks)

@@ -98,7 +98,7 @@ def test_different_wgrad_overlaps_fail_on_all_ranks() -> None:
     assert all("rank 1 has planned another order than rank 0" in text for text in texts)
 
 
-def held_by_all(rank: int) -> list[StaticMemory]:
+def memory_of_replicas(rank: int) -> list[StaticMemory]:
     group = SimpleNamespace(rank=lambda: rank // 2, size=lambda: 2)
     memory = StaticMemory(10, 10, 100 if rank == 2 else rank, 0, 0)
     return most_of_replicas(memory, group, lambda static_memory: static_memory.total)  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def held_by_all(rank: int) -> list[StaticMemory]:
 @pytest.mark.slow
 def test_memory_of_the_largest_replica_counts() -> None:
     expected = [StaticMemory(10, 10, 1, 0, 0), StaticMemory(10, 10, 100, 0, 0)]
-    assert run_ranks(4, held_by_all) == [expected] * 4
+    assert run_ranks(4, memory_of_replicas) == [expected] * 4
 
 
 class Quantized(torch.Tensor):

@@ -34,7 +34,7 @@ FORMAT = ("--ckpt-format", "torch")
 LOOPING = [[[0, 1, 2], [5, 6]], [[3, 4], [7, 8, -1]]]
 
 
-def saved(**changed: object) -> Namespace:
+def saved_arguments(**changed: object) -> Namespace:
     settings = {
         "pipeline_model_parallel_size": 2,
         "virtual_pipeline_model_parallel_size": 2,
@@ -44,31 +44,33 @@ def saved(**changed: object) -> Namespace:
 
 
 def test_megatron_checkpoints_use_megatrons_layer_order() -> None:
-    assert saved_layers(saved()) == LOOPING
-    assert saved_layers(saved(pipeline_schedule="interleaved-1f1b")) == LOOPING
-    one = saved(virtual_pipeline_model_parallel_size=None)
+    assert saved_layers(saved_arguments()) == LOOPING
+    assert saved_layers(saved_arguments(pipeline_schedule="interleaved-1f1b")) == LOOPING
+    one = saved_arguments(virtual_pipeline_model_parallel_size=None)
     assert saved_layers(one) == [[[0, 1, 2, 3, 4]], [[5, 6, 7, 8, -1]]]
 
 
 def test_recorded_layers_have_priority() -> None:
     layers = [[[0, 1], [8, -1]], [[2, 3, 4], [5, 6, 7]]]
-    assert saved_layers(saved(pipeline_schedule="v-half", **{RECORD: layers})) == layers
+    assert saved_layers(saved_arguments(pipeline_schedule="v-half", **{RECORD: layers})) == layers
 
 
 def test_checkpoint_without_known_layers_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert (
-        saved_layers(saved(pipeline_schedule="v-half")) is None
+        saved_layers(saved_arguments(pipeline_schedule="v-half")) is None
     )  # from a version without a record
-    assert saved_layers(saved(num_layers=7)) is None  # not a split of Megatron
+    assert saved_layers(saved_arguments(num_layers=7)) is None  # not a split of Megatron
     check_layers(None, LOOPING, "/folder")
     assert "does not state which rank had which layers" in caplog.text
 
 
 def test_layouts_and_patterns_order_layers_by_chunk_then_rank() -> None:
-    layout = saved(pipeline_model_parallel_layout="Et|tt|tttt|tmL", mtp_num_layers=1)
+    layout = saved_arguments(pipeline_model_parallel_layout="Et|tt|tttt|tmL", mtp_num_layers=1)
     ranks = [[[0, 1], [4, 5, 6, 7]], [[2, 3], [8, 9, -1]]]
     assert saved_layers(layout) == ranks
-    pattern = saved(hybrid_layer_pattern="*|-*|-*-*|-/*", virtual_pipeline_model_parallel_size=None)
+    pattern = saved_arguments(
+        hybrid_layer_pattern="*|-*|-*-*|-/*", virtual_pipeline_model_parallel_size=None
+    )
     assert saved_layers(pattern) == ranks
 
 
@@ -172,7 +174,7 @@ LOADED = (*FORMAT, "--train-iters", "3")
 TWO_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 
 
-def rejected(run: Ended) -> bool:
+def is_rejected(run: Ended) -> bool:
     message = "does not work with this schedule: the checkpoint was saved with --ckpt-format torch"
     is_logged = [message in text for text in run.output]
     return run.codes == [1, 1] and is_logged == [True, False]
@@ -200,7 +202,7 @@ def test_same_placement_resumes(farm: Farm, folder: Path) -> None:
 )
 def test_other_placements_are_rejected(farm: Farm, folder: Path, flags: str) -> None:
     run = farm.run(2, *flags.split(), *LOADED, "--load", str(folder), timeout_s=60)
-    assert rejected(run), run.output
+    assert is_rejected(run), run.output
 
 
 @pytest.mark.slow
@@ -214,7 +216,7 @@ def test_checkpoint_of_stock_megatron(
     farm.run(2, *chunks.split(), *SAVED, "--save", str(tmp_path), stock=True).check()
     flags = ("--pipeline-schedule", schedule, "--no-load-optim", *LOADED, "--load", str(tmp_path))
     run = farm.run(2, *flags, timeout_s=60)
-    assert rejected(run) != loads, run.output
+    assert is_rejected(run) != loads, run.output
     assert (run.codes == [0, 0]) == loads, run.output
 
 

@@ -32,7 +32,7 @@ MODELS = [hook for hook in registry.HOOKS if hook.replacement is core_hooks.seve
 STACKS = [hook for hook in MODELS if not hook.attribute.startswith("GPTModel")]
 
 
-def empty(kind: type) -> Any:
+def uninitialized(kind: type) -> Any:
     """Return an uninitialized object of a class whose constructor needs process groups."""
     return object.__new__(kind)
 
@@ -46,7 +46,7 @@ def registered() -> Iterator[None]:
     registry.uninstall()
 
 
-def choose() -> None:
+def build_config() -> None:
     """Build a config, which selects the pipeline of the library."""
     TransformerConfig(
         num_layers=4,
@@ -72,7 +72,7 @@ def test_multi_stack_model_is_rejected_before_it_is_built(hook: registry.Hook) -
     kind = getattr(importlib.import_module(hook.module), name)
     with pytest.raises(TypeError):  # Megatron's: without arguments
         kind()
-    choose()
+    build_config()
     with pytest.raises(RefusedError) as refused:
         kind()
     assert str(refused.value).startswith(SAID.format(name))
@@ -80,7 +80,7 @@ def test_multi_stack_model_is_rejected_before_it_is_built(hook: registry.Hook) -
 
 
 def test_multi_module_pipelines_use_megatron_or_are_rejected() -> None:
-    modules = empty(MultiModuleProcessGroupCollection)
+    modules = uninitialized(MultiModuleProcessGroupCollection)
     if (
         "schedule_pg_collection"
         in inspect.signature(schedules.get_forward_backward_func).parameters
@@ -88,11 +88,11 @@ def test_multi_module_pipelines_use_megatron_or_are_rejected() -> None:
         # from 0.19 on
         function = schedules.get_forward_backward_func(schedule_pg_collection=modules)
         assert function is schedules.forward_backward_pipelining_without_interleaving
-        choose()
+        build_config()
         with pytest.raises(RefusedError) as refused:
             schedules.get_forward_backward_func(schedule_pg_collection=modules)
         assert str(refused.value).startswith(SAID.format(type(modules).__name__))
-    for collection in (modules, empty(MultiModulePipelineCommunicator)):
+    for collection in (modules, uninitialized(MultiModulePipelineCommunicator)):
         with pytest.raises(
             UnsupportedError, match=f"v-half does not work with {type(collection).__name__}"
         ):
@@ -105,16 +105,16 @@ def test_multi_module_pipelines_use_megatron_or_are_rejected() -> None:
     reason="from 0.19 on pretrain takes process groups",
 )
 def test_pretrain_rejects_multi_module_pipelines_at_start() -> None:
-    choose()
+    build_config()
     config: Any = None
     steps = (lambda *_: None, None, lambda *_: None)
     with pytest.raises(RefusedError, match="does not work with MultiModulePipelineCommunicator"):
         megatron.training.pretrain(
-            config, *steps, p2p_communicator=empty(MultiModulePipelineCommunicator)
+            config, *steps, p2p_communicator=uninitialized(MultiModulePipelineCommunicator)
         )
 
 
-def provided(provider: Any, num_chunks: int, **options: Any) -> Any:
+def first_chunk_of(provider: Any, num_chunks: int, **options: Any) -> Any:
     """Return the model that a script's provider builds for the first chunk of rank 0."""
     session: Any = Session()
     if num_chunks:
@@ -133,9 +133,9 @@ def test_model_provider_without_vp_stage(monkeypatch: pytest.MonkeyPatch) -> Non
         return pre_process, post_process
 
     monkeypatch.setattr(core_hooks.parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
-    assert provided(provider, 0) == (True, True)
-    assert provided(provider, 1, config=None) == (True, False)
+    assert first_chunk_of(provider, 0) == (True, True)
+    assert first_chunk_of(provider, 1, config=None) == (True, False)
     with pytest.raises(RefusedError, match="model_provider takes no vp_stage: choose a schedule"):
-        provided(provider, 2, vp_stage=0)
-    chunks = provided(lambda first, last, **options: options, 2, vp_stage=1)
+        first_chunk_of(provider, 2, vp_stage=0)
+    chunks = first_chunk_of(lambda first, last, **options: options, 2, vp_stage=1)
     assert chunks == {"vp_stage": 1}

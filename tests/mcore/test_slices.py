@@ -331,12 +331,12 @@ def test_options_unsupported_with_slices_are_rejected(name: str) -> None:
 FULL_RECOMPUTE = {"recompute_granularity": "full"}
 
 
-def selective(*modules: str) -> dict[str, Any]:
+def selective_recompute(*modules: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
 
 
 @pytest.mark.parametrize("recipe", ["delayed", Fp8Recipe.delayed, None, "custom"])
-@pytest.mark.parametrize("recompute", [FULL_RECOMPUTE, selective("core_attn", "mlp")])
+@pytest.mark.parametrize("recompute", [FULL_RECOMPUTE, selective_recompute("core_attn", "mlp")])
 def test_delayed_fp8_scaling_of_recomputed_layers_is_rejected(
     recipe: Any, recompute: dict[str, Any]
 ) -> None:
@@ -350,7 +350,7 @@ def test_delayed_fp8_scaling_of_recomputed_layers_is_rejected(
     [
         {"fp8": None, "fp8_recipe": "delayed"} | FULL_RECOMPUTE,
         {"fp8": "hybrid", "fp8_recipe": "tensorwise"} | FULL_RECOMPUTE,
-        {"fp8": "hybrid", "fp8_recipe": "delayed"} | selective("core_attn"),
+        {"fp8": "hybrid", "fp8_recipe": "delayed"} | selective_recompute("core_attn"),
         {"fp8": "hybrid", "fp8_recipe": "delayed", "recompute_granularity": None},
     ],
 )
@@ -412,36 +412,38 @@ def test_slices_must_have_equal_lengths(
     assert str(error.value) == f"--pipeline-slices {message}"
 
 
-def options(**settings: Any) -> Options:
+def slice_options(**settings: Any) -> Options:
     return Options(**{"schedule": "v-zb", "timeout_seconds": 9.0, "slices": 4} | settings)
 
 
 def test_schedule_file_defines_its_slices(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(make("v-zb", 2, 3, slices=4).to_json())
-    choice = resolve_schedule(options(schedule=str(file), slices=1), 2)
+    choice = resolve_schedule(slice_options(schedule=str(file), slices=1), 2)
     assert (choice.slices, Planner(choice).plan_step(3).schedule.num_microbatches) == (4, 12)
     with pytest.raises(ScheduleError, match="has 4 slices per microbatch, not the 2 of"):
-        resolve_schedule(options(schedule=str(file), slices=2), 2)
+        resolve_schedule(slice_options(schedule=str(file), slices=2), 2)
     with pytest.raises(ScheduleError, match="is for 3 microbatches, this run has 12 in a step"):
         Planner(choice).plan_step(12)
 
 
 def test_named_schedule_rejects_automatic_slices() -> None:
     with pytest.raises(ScheduleError, match="auto requires --pipeline-schedule auto: with v-zb"):
-        resolve_schedule(options(slices="auto"), 2)
+        resolve_schedule(slice_options(slices="auto"), 2)
 
 
-def auto(tmp_path: Path, host: float, **settings: Any) -> Options:
+def auto_options(tmp_path: Path, host: float, **settings: Any) -> Options:
     """Return the options of a planned run with `host` microseconds of launch overhead per pass."""
     file = tmp_path / "costs.json"
     file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5, host=host).to_json())
-    return options(**{"schedule": "auto", "slices": "auto", "costs_file": str(file)} | settings)
+    return slice_options(
+        **{"schedule": "auto", "slices": "auto", "costs_file": str(file)} | settings
+    )
 
 
 @pytest.mark.parametrize(("host", "chosen"), [(1.0, 4), (60.0, 1)])
 def test_auto_chooses_slices_for_a_run(tmp_path: Path, host: float, chosen: int) -> None:
-    package_options = auto(tmp_path, host)
+    package_options = auto_options(tmp_path, host)
     choice = narrowed(
         Settings(Namespace(seq_length=48), resolve_schedule(package_options, 2), package_options)
     )
@@ -453,7 +455,7 @@ def test_auto_chooses_slices_for_a_run(tmp_path: Path, host: float, chosen: int)
 def test_auto_searches_only_valid_slice_counts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    package_options = auto(tmp_path, 1.0)
+    package_options = auto_options(tmp_path, 1.0)
     choice = resolve_schedule(package_options, 2)
     parts = {"sequence_parallel": True, "tensor_model_parallel_size": 2}
     assert narrowed(
@@ -470,11 +472,11 @@ def test_auto_searches_only_valid_slice_counts(
 
 
 def test_planned_run_uses_one_slice_count(tmp_path: Path) -> None:
-    package_options = auto(tmp_path, 1.0, slices=4)
+    package_options = auto_options(tmp_path, 1.0, slices=4)
     assert Planner(resolve_schedule(package_options, 2)).plan_step(2).schedule.slices == 4
     file = tmp_path / "mine.json"
     file.write_text(make("v-zb", 2, 3, slices=4).to_json())
-    assert resolve_schedule(options(schedule=str(file), slices="auto"), 2).slices == 4
+    assert resolve_schedule(slice_options(schedule=str(file), slices="auto"), 2).slices == 4
     assert options_in("schedule=auto,slices=auto") == {"schedule": "auto", "slices": "auto"}
 
 

@@ -13,7 +13,7 @@ from runtime.ranks import run_ranks
 SIZE, TOKENS = 4, 6  # of the full sequence
 
 
-def note_calls(module: Any, product: str) -> list[str]:
+def record_calls(module: Any, product: str) -> list[str]:
     """Record later gathers and calls of the module's `product` on this rank, and return the list.
 
     A gather completes when it starts, so overwriting its result at once is detected.
@@ -38,7 +38,7 @@ def note_calls(module: Any, product: str) -> list[str]:
     return calls
 
 
-def note_sums(layers: Any, calls: list[str]) -> None:
+def record_all_reduces(layers: Any, calls: list[str]) -> None:
     """Record the all-reduces that this rank starts in its backwards, and their waits."""
     import torch.distributed as dist
 
@@ -54,7 +54,7 @@ def note_sums(layers: Any, calls: list[str]) -> None:
     layers.dist_reduce_scatter_func = noted(layers.dist_reduce_scatter_func)
 
 
-def options_for(function: Any, **changed: Any) -> tuple[Any, ...]:
+def trailing_arguments(function: Any, **changed: Any) -> tuple[Any, ...]:
     """Return the arguments after input and weight of Function in this Megatron version."""
     arguments = {
         "bias": None,
@@ -104,7 +104,7 @@ def two_layers(
     for microbatch in range(2):
         shared = torch.Generator().manual_seed(10 + microbatch + rank * sequence_parallel)
         x = torch.randn(rows, 1, SIZE, generator=shared).requires_grad_()
-        options = options_for(
+        options = trailing_arguments(
             upstream,
             allreduce_dgrad=not sequence_parallel,
             sequence_parallel=sequence_parallel,
@@ -114,8 +114,8 @@ def two_layers(
         part = first.chunk(2)[rank] if sequence_parallel else first
         outputs.append(function.apply(part.contiguous(), weights[1], *options))
         inputs.append(x)
-    calls = note_calls(linear_layers, "accumulate_weight_grad")
-    note_sums(layers, calls)
+    calls = record_calls(linear_layers, "accumulate_weight_grad")
+    record_all_reduces(layers, calls)
     for microbatch, output in enumerate(outputs):
         if split:
             with state.jobs.collect(microbatch, 0 if overlaps_jobs and microbatch else None):
@@ -129,15 +129,15 @@ def two_layers(
 
 
 @functools.cache
-def of_two_layers(*args: bool) -> Any:
+def run_two_layers(*args: bool) -> Any:
     """Run `two_layers` on two ranks, which import Megatron separately."""
     return run_ranks(2, two_layers, *args)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_split_gradients_equal_megatron(sequence_parallel: bool) -> None:
-    full_results = of_two_layers(sequence_parallel, False)
-    split_results = of_two_layers(sequence_parallel, True)
+    full_results = run_two_layers(sequence_parallel, False)
+    split_results = run_two_layers(sequence_parallel, True)
     for (full_gradients, full_retained, _), (split_gradients, retained_elements, calls) in zip(
         full_results, split_results, strict=True
     ):
@@ -155,8 +155,8 @@ def test_split_gradients_equal_megatron(sequence_parallel: bool) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_all_reduce_overlaps_with_deferred_wgrad(sequence_parallel: bool) -> None:
-    separate_results = of_two_layers(sequence_parallel, True)
-    overlapped_results = of_two_layers(sequence_parallel, True, True)
+    separate_results = run_two_layers(sequence_parallel, True)
+    overlapped_results = run_two_layers(sequence_parallel, True, True)
     for (expected, _, _), (gradients, _, calls) in zip(
         separate_results, overlapped_results, strict=True
     ):
@@ -236,7 +236,7 @@ def test_scattered_output_retains_only_the_local_part() -> None:
         ]  # local input and gradient
 
 
-def widened(input: Any, weight: Any, bias: None, output_dtype: Any) -> Any:
+def product_with_dtype(input: Any, weight: Any, bias: None, output_dtype: Any) -> Any:
     """Return a product with an output dtype, like Transformer Engine's."""
     return input.matmul(weight.t()).to(output_dtype)
 
@@ -258,7 +258,7 @@ class WiderOutput(torch.autograd.Function):
         ctx.use_bias = ctx.allreduce_dgrad = ctx.sequence_parallel = False
         ctx.gradient_accumulation_fusion, ctx.tp_group = gradient_accumulation_fusion, None
         ctx.input_dtype = input.dtype
-        return widened(input, weight, bias, output_dtype)
+        return product_with_dtype(input, weight, bias, output_dtype)
 
     @staticmethod
     @torch.amp.custom_bwd(device_type="cuda")
@@ -282,9 +282,9 @@ def test_output_with_another_dtype(is_megatrons: bool, monkeypatch: pytest.Monke
         upstream = layers.LinearWithGradAccumulationAndAsyncCommunication
         if not hasattr(layers, "_linear_forward"):
             pytest.skip("Megatron's outputs have the dtype of its inputs before 0.20")
-        monkeypatch.setattr(layers, "_linear_forward", widened)
+        monkeypatch.setattr(layers, "_linear_forward", product_with_dtype)
     function: Any = make_split_linear(state, layers, upstream)
-    options = options_for(upstream, output_dtype=torch.float32)
+    options = trailing_arguments(upstream, output_dtype=torch.float32)
     results = []
     for split in (False, True):
         generator = torch.Generator().manual_seed(0)
@@ -302,7 +302,7 @@ def test_output_with_another_dtype(is_megatrons: bool, monkeypatch: pytest.Monke
         assert torch.equal(full_gradient, split_gradient)
 
 
-def under_autocast(rank: int, dtype: torch.dtype, split: bool) -> list[list[float]]:
+def gradients_under_autocast(rank: int, dtype: torch.dtype, split: bool) -> list[list[float]]:
     """Return the gradients of an fp32 layer whose forward ran under CPU autocast."""
     from megatron_vshape.mcore import cpu
 
@@ -317,9 +317,9 @@ def under_autocast(rank: int, dtype: torch.dtype, split: bool) -> list[list[floa
 
     class Upstream(megatron_function):  # type: ignore[misc, valid-type]
         forward = staticmethod(
-            torch.amp.custom_fwd(inner(megatron_function.forward), device_type="cpu")
+            torch.amp.custom_fwd(unwrap_autocast(megatron_function.forward), device_type="cpu")
         )
-        backward = staticmethod(layers.custom_bwd(inner(megatron_function.backward)))
+        backward = staticmethod(layers.custom_bwd(unwrap_autocast(megatron_function.backward)))
 
     state = StepState(splits_backward=True)
     function: Any = make_split_linear(state, layers, Upstream)
@@ -328,7 +328,7 @@ def under_autocast(rank: int, dtype: torch.dtype, split: bool) -> list[list[floa
     bias = torch.nn.Parameter(torch.ones(SIZE))
     x.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        output = function.apply(x, weight, *options_for(Upstream, bias=bias))
+        output = function.apply(x, weight, *trailing_arguments(Upstream, bias=bias))
     with state.jobs.collect(0) if split else nullcontext():
         output.square().sum().backward()
     if split:
@@ -336,7 +336,7 @@ def under_autocast(rank: int, dtype: torch.dtype, split: bool) -> list[list[floa
     return [tensor.grad.flatten().tolist() for tensor in (x, weight, bias)]
 
 
-def inner(function: Any) -> Any:
+def unwrap_autocast(function: Any) -> Any:
     """Return the function inside autocast's decorators."""
     return inspect.unwrap(function)
 
@@ -344,12 +344,12 @@ def inner(function: Any) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_wgrad_uses_autocast_of_the_forward(dtype: torch.dtype) -> None:
     full_gradients, split_gradients = (
-        run_ranks(1, under_autocast, dtype, is_split) for is_split in (False, True)
+        run_ranks(1, gradients_under_autocast, dtype, is_split) for is_split in (False, True)
     )
     assert split_gradients == full_gradients
 
 
-def kernels_called(rank: int) -> tuple[list[str], list[list[float]]]:
+def record_kernels(rank: int) -> tuple[list[str], list[list[float]]]:
     """Return the kernels that full and split backwards call with apex on a GPU."""
     import sys
     from types import ModuleType
@@ -387,7 +387,7 @@ def kernels_called(rank: int) -> tuple[list[str], list[list[float]]]:
         weight.main_grad = torch.zeros(SIZE, SIZE)
         x = torch.ones(TOKENS, 1, SIZE, dtype=torch.bfloat16).requires_grad_()
         output = function.apply(
-            x, weight, *options_for(upstream, gradient_accumulation_fusion=True)
+            x, weight, *trailing_arguments(upstream, gradient_accumulation_fusion=True)
         )
         with state.jobs.collect(0) if split else nullcontext():
             output.sum().backward()
@@ -398,7 +398,7 @@ def kernels_called(rank: int) -> tuple[list[str], list[list[float]]]:
 
 
 def test_split_and_full_backward_use_the_same_kernels() -> None:
-    ((called, (full_kernels, split_kernels)),) = run_ranks(1, kernels_called)
+    ((called, (full_kernels, split_kernels)),) = run_ranks(1, record_kernels)
     assert called == ["apex", "apex"]
     assert split_kernels == full_kernels
 
@@ -408,10 +408,10 @@ WHOLE = {
     (False, True): (True, True, TOKENS * SIZE * SIZE),
     (True, False): (True, False, 0.0),  # DDP adds the gradient
 }
-"""By (runs in a pass, is fused): the expected result of `whole_in_a_pass`."""
+"""By (runs in a pass, is fused): the expected result of `full_backward_in_a_pass`."""
 
 
-def whole_in_a_pass(rank: int) -> dict[tuple[bool, bool], tuple[bool, bool, float]]:
+def full_backward_in_a_pass(rank: int) -> dict[tuple[bool, bool], tuple[bool, bool, float]]:
     """Return whether full backwards leave a gradient, DDP's mark, and the main_grad sum."""
     from megatron_vshape.mcore import cpu
 
@@ -434,7 +434,7 @@ def whole_in_a_pass(rank: int) -> dict[tuple[bool, bool], tuple[bool, bool, floa
         }
         x = torch.ones(TOKENS, 1, SIZE, requires_grad=True)
         function: Any = make_split_linear(state, layers, upstream)
-        function.apply(x, weight, *options_for(upstream, **arguments)).sum().backward()
+        function.apply(x, weight, *trailing_arguments(upstream, **arguments)).sum().backward()
         flags = weight.grad is not None, weight.grad_added_to_main_grad
         results[runs, fused] = (*flags, weight.main_grad.sum().item())
     return results
@@ -442,4 +442,4 @@ def whole_in_a_pass(rank: int) -> dict[tuple[bool, bool], tuple[bool, bool, floa
 
 def test_full_backward_in_a_pass_leaves_no_dummy_gradient() -> None:
     """Transformer Engine would cache a dummy of the output layer's size; main_grad is equal."""
-    assert run_ranks(1, whole_in_a_pass) == [WHOLE]
+    assert run_ranks(1, full_backward_in_a_pass) == [WHOLE]

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mcore import fake_te
-from mcore.test_split_local import note_calls
+from mcore.test_split_local import record_calls
 from runtime.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -45,12 +45,12 @@ LAYERS: dict[str, Callable[..., fake_te.TeLayer]] = {
 }
 
 
-def a_state() -> StepState:
+def make_split_state() -> StepState:
     """Return the state in which a schedule of this package runs."""
     return StepState(splits_backward=True)
 
 
-def call(layer: fake_te.TeLayer, x: Tensor) -> Tensor:
+def call_layer(layer: fake_te.TeLayer, x: Tensor) -> Tensor:
     """Call a layer as Megatron's subclass does; add the bias if the layer returns it."""
     splits = [SPLITS] if isinstance(layer, fake_te.GroupedLinear) else []
     y = layer(x, *splits, is_first_microbatch=layer.now_first())
@@ -81,15 +81,15 @@ class FakeDdp:
         parameter.grad = None
 
 
-def run(
+def run_layer(
     layer: fake_te.TeLayer,
     order: str,
     ddp: bool = False,
-    forward: Callable[..., Tensor] = call,
+    forward: Callable[..., Tensor] = call_layer,
     install: bool = True,
 ) -> dict[str, Tensor]:
     """Run the passes and return the gradients of the parameters and the inputs by name."""
-    state = a_state()
+    state = make_split_state()
     if install:
         assert te_layers.install(state, [layer]) == 1
     keep = FakeDdp(layer) if ddp else None
@@ -144,7 +144,7 @@ def test_split_gradients_equal_full_backward(
             for parameter in layer.parameters():
                 parameter.main_grad = torch.zeros(parameter.shape)  # type: ignore[attr-defined]
             ddp = False
-        results.append(run(layer, passes, ddp, install=install))
+        results.append(run_layer(layer, passes, ddp, install=install))
     full_gradients, split_gradients = results
     assert full_gradients.keys() == split_gradients.keys()
     for name in full_gradients:
@@ -166,11 +166,11 @@ def test_split_gradients_equal_full_backward(
 @pytest.mark.parametrize("kind", ["linear", "mlp", "grouped"])
 def test_recompute(kind: str, fused: bool, reentrant: bool) -> None:
     def forward(layer: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(call, layer, x, use_reentrant=reentrant)
+        return checkpoint(call_layer, layer, x, use_reentrant=reentrant)
 
-    full_gradients = run(LAYERS[kind](fused=fused), WHOLE, ddp=True, install=False)
+    full_gradients = run_layer(LAYERS[kind](fused=fused), WHOLE, ddp=True, install=False)
     for order in ORDERS.values():
-        split = run(LAYERS[kind](fused=fused), order, ddp=True, forward=forward)
+        split = run_layer(LAYERS[kind](fused=fused), order, ddp=True, forward=forward)
         for name in full_gradients:
             torch.testing.assert_close(split[name], full_gradients[name], rtol=1e-5, atol=1e-5)
 
@@ -179,7 +179,7 @@ def test_recompute(kind: str, fused: bool, reentrant: bool) -> None:
 @pytest.mark.parametrize("kind", ["linear", "mlp", "grouped"])
 def test_bf16_gradients_accumulate_in_main_grad(kind: str, fused: bool) -> None:
     full_gradients, split_gradients = (
-        run(
+        run_layer(
             LAYERS[kind](bias=True, dtype=torch.bfloat16, fused=fused), order, True, install=install
         )
         for order, install in ((WHOLE, False), (ORDERS["in order"], True))
@@ -192,7 +192,7 @@ def test_bf16_gradients_accumulate_in_main_grad(kind: str, fused: bool) -> None:
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_job_retains_tensors_without_a_copy(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    state, layer = a_state(), LAYERS[kind]()
+    state, layer = make_split_state(), LAYERS[kind]()
     te_layers.install(state, [layer])
     handed, tracked = [], []
     store_job = layer.wgrad_store.put
@@ -203,7 +203,7 @@ def test_job_retains_tensors_without_a_copy(kind: str, monkeypatch: pytest.Monke
     )
     monkeypatch.setattr(state, "tracker", SimpleNamespace(add=tracked.append), raising=False)
     with state.jobs.collect(0):
-        call(layer, torch.randn(TOKENS, SIZE)).sum().backward()
+        call_layer(layer, torch.randn(TOKENS, SIZE)).sum().backward()
     storages = [tensor.untyped_storage().data_ptr() for tensor in plain_tensors(handed)]
     assert [tensor.untyped_storage().data_ptr() for tensor in tracked] == storages
     references = [weakref.ref(tensor) for tensor in tracked]
@@ -217,10 +217,10 @@ def test_job_retains_tensors_without_a_copy(kind: str, monkeypatch: pytest.Monke
 
 
 def test_unfused_grouped_layers_return_no_gradient_from_b() -> None:
-    state, layer = a_state(), LAYERS["grouped"]()
+    state, layer = make_split_state(), LAYERS["grouped"]()
     te_layers.install(state, [layer])
     with state.jobs.collect(0):
-        call(layer, torch.randn(TOKENS, SIZE)).sum().backward()
+        call_layer(layer, torch.randn(TOKENS, SIZE)).sum().backward()
     assert all(parameter.grad is None for parameter in layer.parameters())
     state.jobs.run(0)
     assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
@@ -229,7 +229,7 @@ def test_unfused_grouped_layers_return_no_gradient_from_b() -> None:
 def test_te_is_unchanged_without_a_schedule() -> None:
     state, layer = StepState(), LAYERS["linear"]()
     te_layers.install(state, [layer])
-    call(layer, torch.randn(TOKENS, SIZE)).sum().backward()
+    call_layer(layer, torch.randn(TOKENS, SIZE)).sum().backward()
     assert layer.weight_0.grad is not None
 
 
@@ -244,7 +244,7 @@ def test_only_the_forward_receives_is_first_microbatch(by_name: bool) -> None:
             return x, is_first_microbatch
 
     layer = Layer(SIZE, SIZE)
-    te_layers.install(a_state(), [layer])
+    te_layers.install(make_split_state(), [layer])
     saved = []
     for first in (True, False, None):
         options = {"is_first_microbatch": first} if by_name else {}
@@ -261,8 +261,8 @@ def test_unsplit_layer_accumulates_in_any_order(kind: str) -> None:
     for order in (WHOLE, ORDERS["slices"]):
         layer = LAYERS[kind](bias=False, fused=True)
         layer.ub_bulk_wgrad = True
-        assert te_layers.install(a_state(), [layer]) == 0
-        results.append(run(layer, order, ddp=True, install=False))
+        assert te_layers.install(make_split_state(), [layer]) == 0
+        results.append(run_layer(layer, order, ddp=True, install=False))
     for name, gradient in results[0].items():
         torch.testing.assert_close(results[1][name], gradient, rtol=1e-5, atol=1e-5)
 
@@ -287,13 +287,13 @@ def test_unknown_store_protocol_is_rejected(store: Any, text: str) -> None:
     layer = LAYERS["linear"]()
     layer.wgrad_store = store
     with pytest.raises(te_layers.StoreError, match=text):
-        te_layers.install(a_state(), [layer])
+        te_layers.install(make_split_state(), [layer])
 
 
 def test_repeated_install_works_and_backward_dw_is_rejected() -> None:
     layer = LAYERS["linear"]()
     for _ in range(2):
-        assert te_layers.install(a_state(), [layer]) == 1
+        assert te_layers.install(make_split_state(), [layer]) == 1
     assert layer.wgrad_store.context is None
     with pytest.raises(te_layers.StoreError, match="Remove --delay-wgrad-compute"):
         layer.wgrad_store.pop()
@@ -304,7 +304,7 @@ def test_unknown_layers_are_not_split() -> None:
     strange.wgrad_store = fake_te.WeightGradStore()
     nameless = LAYERS["linear"]()
     nameless.register_parameter("bias_0", None)
-    assert te_layers.install(a_state(), [strange, nameless, nn.Linear(2, 2)]) == 0
+    assert te_layers.install(make_split_state(), [strange, nameless, nn.Linear(2, 2)]) == 0
     for layer in (strange, nameless):
         assert "not those of any TE layer" in (te_layers.why_unsplit(layer) or "")
 
@@ -315,13 +315,13 @@ def test_experts_with_one_grouped_parameter_are_not_split(packed: str) -> None:
     layer = LAYERS["grouped"](bias=True)
     for number in range(len(SPLITS)):
         layer.register_parameter(f"{packed}{number}", None)
-    assert te_layers.install(a_state(), [layer]) == 0
+    assert te_layers.install(make_split_state(), [layer]) == 0
     assert "one grouped tensor" in (te_layers.why_unsplit(layer) or "")
 
 
 def test_mlp_with_unknown_functions_is_rejected() -> None:
     layer = LAYERS["mlp"]()
-    te_layers.install(a_state(), [layer])
+    te_layers.install(make_split_state(), [layer])
     with pytest.raises(te_layers.StoreError, match="neither its fc1_wgrad_gemm"):
         layer.wgrad_store.put([], len)
 
@@ -331,7 +331,7 @@ def test_retained_quantized_gathered_tensor_logs_a_warning(
 ) -> None:
     layer = LAYERS["linear"](bias=False)
     layer.parallel_mode, layer.sequence_parallel, layer.tp_size = "column", True, 2
-    state = a_state()
+    state = make_split_state()
     te_layers.install(state, [layer])
     quantized = SimpleNamespace(get_data_tensors=lambda: (torch.ones(2), None))
     with caplog.at_level(logging.WARNING), state.jobs.collect(0):
@@ -376,7 +376,7 @@ class QuantizedGroup:
 
 
 def test_job_retains_only_columnwise_data_of_a_group() -> None:
-    state, layer = a_state(), LAYERS["grouped"](bias=False, fused=True)
+    state, layer = make_split_state(), LAYERS["grouped"](bias=False, fused=True)
     te_layers.install(state, [layer])
     x, dy, plain = (QuantizedGroup(torch.randn(TOKENS, SIZE)) for _ in range(3))
     plain.columnwise_data = None  # TE's unquantized group has only row-wise data
@@ -403,7 +403,7 @@ class QuantizedTensor(Quantized, Tensor):
 
 @pytest.mark.parametrize("kind", ["linear", "grouped"])
 def test_job_retains_only_columnwise_data_of_quantized_tensors(kind: str) -> None:
-    state, layer = a_state(), LAYERS[kind](bias=False)
+    state, layer = make_split_state(), LAYERS[kind](bias=False)
     te_layers.install(state, [layer])
     retained: list[Tensor] = []
     state.tracker = SimpleNamespace(add=retained.append)  # type: ignore[assignment]
@@ -439,9 +439,9 @@ def test_job_retains_only_columnwise_data_of_quantized_tensors(kind: str) -> Non
     state.jobs.clear()
 
 
-def sequence_parallel(rank: int, mode: str) -> tuple[list[list[float]], int]:
+def run_sequence_parallel(rank: int, mode: str) -> tuple[list[list[float]], int]:
     """Return the gradients and the retained elements of the jobs of one of two ranks."""
-    state = a_state()
+    state = make_split_state()
     layer = fake_te.Linear(SIZE, SIZE, bias=False, parallel_mode=mode, group=dist.group.WORLD)
     split = fake_te.Linear(SIZE, SIZE, bias=False, parallel_mode=mode, group=dist.group.WORLD)
     te_layers.install(state, [split])
@@ -469,7 +469,7 @@ def sequence_parallel(rank: int, mode: str) -> tuple[list[list[float]], int]:
 def test_sequence_parallel_retains_the_local_part_and_gathers_in_w(
     mode: str, expected_elements: int
 ) -> None:
-    results = run_ranks(2, sequence_parallel, mode)
+    results = run_ranks(2, run_sequence_parallel, mode)
     for (whole_weight, whole_x, split_weight, split_x), _ in results:
         assert split_weight == whole_weight
         assert split_x == whole_x
@@ -477,9 +477,9 @@ def test_sequence_parallel_retains_the_local_part_and_gathers_in_w(
     assert {retained_elements for _, retained_elements in results} == {expected_elements}
 
 
-def over_userbuffers(rank: int, split: bool) -> list[list[float]]:
+def gradients_with_userbuffers(rank: int, split: bool) -> list[list[float]]:
     """Return the gradients of three microbatches for layers that gather into one buffer."""
-    state, buffer = a_state(), torch.empty(4 * TOKENS * SIZE)
+    state, buffer = make_split_state(), torch.empty(4 * TOKENS * SIZE)
     modes = ("column", "row", "column", "row")
     layers = [
         fake_te.Linear(
@@ -512,7 +512,7 @@ def over_userbuffers(rank: int, split: bool) -> list[list[float]]:
 
 def test_jobs_do_not_retain_userbuffer_views() -> None:
     full_gradients, split_gradients = (
-        run_ranks(2, over_userbuffers, is_split) for is_split in (False, True)
+        run_ranks(2, gradients_with_userbuffers, is_split) for is_split in (False, True)
     )
     assert split_gradients == full_gradients
 
@@ -557,7 +557,7 @@ def test_jobs_do_not_retain_dispatcher_buffers() -> None:
     """Zero-copy dispatchers return the gradients of all fused expert layers in one buffer."""
     gradients = []
     for split in (False, True):
-        state, layers = a_state(), [FusedExperts(), FusedExperts()]
+        state, layers = make_split_state(), [FusedExperts(), FusedExperts()]
         assert te_layers.install(state, layers) == 4
         outputs = []
         for microbatch in range(2):
@@ -592,12 +592,12 @@ def test_userbuffer_options_that_prevent_the_split(
         setattr(layer, name, value)
     why = te_layers.why_unsplit(layer)
     assert (why is None) if reason is None else (reason in str(why))
-    assert te_layers.install(a_state(), [layer]) == (why is None)
+    assert te_layers.install(make_split_state(), [layer]) == (why is None)
 
 
 def two_gathering_layers(rank: int, split: bool) -> tuple[list[list[float]], list[str]]:
     """Return the gradients of a column- and a row-parallel layer, and the calls of their jobs."""
-    state, group = a_state(), dist.group.WORLD
+    state, group = make_split_state(), dist.group.WORLD
     layers = [
         fake_te.Linear(SIZE, SIZE, bias=False, parallel_mode=mode, group=group)
         for mode in ("column", "row")
@@ -610,7 +610,7 @@ def two_gathering_layers(rank: int, split: bool) -> tuple[list[list[float]], lis
         return [layer.weight_0.grad.flatten().tolist() for layer in layers], []
     with state.jobs.collect(0):
         y.square().sum().backward()
-    calls = note_calls(fake_te, "general_gemm")
+    calls = record_calls(fake_te, "general_gemm")
     state.jobs.run(0)
     return [layer.weight_0.grad.flatten().tolist() for layer in layers], calls
 

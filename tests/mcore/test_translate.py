@@ -37,7 +37,7 @@ def layouts_of_recipes() -> dict[str, tuple[Any, int]]:
     return layouts_by_name
 
 
-def counts(layers: str) -> tuple[int, ...]:
+def layer_counts(layers: str) -> tuple[int, ...]:
     """Return the layer counts of a short form; 5,14*6,5 contains 14 stages of 6 layers."""
     stages: list[int] = []
     for part in layers.split(","):
@@ -103,7 +103,7 @@ class TestLayouts:
     ) -> None:
         options = Namespace(pipeline_model_parallel_layout=layout, num_layers=None)
         translated = translate(options, placement)
-        assert translated.layer_split == ",".join(map(str, counts(expected)))
+        assert translated.layer_split == ",".join(map(str, layer_counts(expected)))
         assert options.pipeline_model_parallel_layout is None
         (notice,) = translated.notices
         assert notice.outcome == Treatment.TRANSLATED
@@ -193,7 +193,7 @@ class TestFirstAndLastStages:
             account_for_loss_in_pipeline_split=ends[1],
         )
         translated = translate(options, placement)
-        assert translated.layer_split == ",".join(map(str, counts(expected)))
+        assert translated.layer_split == ",".join(map(str, layer_counts(expected)))
         (notice,) = translated.notices
         divides = (layers + sum(ends)) % len(placement) == 0
         assert ("which do not divide, so the nearest split" in notice.said) is not divides
@@ -231,7 +231,7 @@ class TestFirstAndLastStages:
             names = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
         options = SimpleNamespace(num_layers=layers, **dict(zip(names, (first, last), strict=True)))
         translated = translate(options, placement)
-        assert translated.layer_split == ",".join(map(str, counts(expected)))
+        assert translated.layer_split == ",".join(map(str, layer_counts(expected)))
         assert [getattr(options, name) for name in names] == [None, None]
         assert len(translated.notices) == 1
 
@@ -431,7 +431,7 @@ def test_config_of_a_provider_before_validation(
     class Provider(transformer.TransformerConfig):  # type: ignore[misc, name-defined]
         def __post_init__(self) -> None:
             self.translated = translate(self, v_shape(4))
-            layers = counts(self.translated.layer_split or "")
+            layers = layer_counts(self.translated.layer_split or "")
             self.virtual_pipeline_model_parallel_size = 2
             self.pipeline_model_parallel_layout = StageLayout(StageMap(v_shape(4), layers))
             super().__post_init__()

@@ -183,7 +183,7 @@ def test_vocabulary_passes_of_a_schedule_file_run(train: Train, tmp_path: Path) 
     assert_equal_training(runs[0], runs[1])
 
 
-def swapped(schedule: Schedule, first: Pass, second: Pass) -> Schedule:
+def swap_passes(schedule: Schedule, first: Pass, second: Pass) -> Schedule:
     """Return the schedule with two passes swapped on every rank that has both."""
     names = {first: second, second: first}
     rows = tuple(
@@ -199,7 +199,7 @@ def test_schedule_file_with_misplaced_vocabulary_passes_is_rejected() -> None:
     costs = shared_costs(Costs.uniform(2, 4), Piece(0, 0, 0, 0, 0), head, 2, 0.1)
     shared_schedule = share_vocabulary(plain, costs)
     verify(shared_schedule)
-    early_logits = swapped(shared_schedule, Pass(LOGITS, 0, 1), Pass(HEAD_WEIGHT, 0, 0))
+    early_logits = swap_passes(shared_schedule, Pass(LOGITS, 0, 1), Pass(HEAD_WEIGHT, 0, 0))
     with pytest.raises(ScheduleError, match=r"T0\.0 runs before S0\.1 on device 0, and must"):
         verify(early_logits)
     lacking = tuple(

@@ -40,7 +40,7 @@ class DistConverter:
         return self._get_layer_info(layer)[1:] == place
 
 
-def places_of(name: str) -> list[tuple[int, int]]:
+def expected_places(name: str) -> list[tuple[int, int]]:
     """Return the ranks and chunks on which a weight is expected."""
     every = [(rank, chunk) for rank in range(RANKS) for chunk in range(CHUNKS)]
     return [place for place in every if DistConverter(place[0]).is_on_this_rank(name, place[1])]
@@ -60,11 +60,11 @@ def test_weights_are_loaded_on_the_rank_of_their_stage(monkeypatch: pytest.Monke
     try:
         for _ in range(2):  # once per chunk; the class is patched only once
             libraries.patch_roll_converter(session, pipeline)
-        places = [places_of(f"decoder.layers.{layer}.weight") for layer in range(LAYERS)]
+        places = [expected_places(f"decoder.layers.{layer}.weight") for layer in range(LAYERS)]
         assert places == [[(1, 0)], [(1, 0)], [(0, 0)], [(0, 1)], [(1, 1)]]
         assert [DistConverter(0)._get_layer_info(layer)[0] for layer in range(3)] == [0, 1, 0]
-        assert places_of(EMBEDDING) == [(1, 0)]  # tied embeddings on one rank are one weight
+        assert expected_places(EMBEDDING) == [(1, 0)]  # tied embeddings on one rank are one weight
         assert DistConverter(1).is_pipeline_last_stage(1)
     finally:
         session.replaced.undo()
-    assert places_of(EMBEDDING) == [(0, 0), (1, 1)]
+    assert expected_places(EMBEDDING) == [(0, 0), (1, 1)]
