@@ -147,6 +147,9 @@ SLOW = {
         ],
         "test_recomputed_layers_have_equal_gradients": ["selective", "full"],
     },
+    "mcore/test_reordering.py": {
+        "test_ranks_of_a_stage_use_the_same_order": ["TP", "EP"],
+    },
     "mcore/test_restart.py": {
         "test_failed_step_leaves_no_state_and_the_retry_is_equal": ["v-half"],
     },
@@ -187,8 +190,8 @@ SLOW = {
         "test_training_equals_one_rank": ["counted ends"],
         "test_early_optimizer_step_of_the_first_chunk": ["v-half"],
     },
-    "mcore/test_unlike.py": {
-        "test_ranks_of_a_stage_use_the_same_order": ["TP", "EP"],
+    "mcore/test_unsplit.py": {
+        "test_schedules_with_full_backwards_are_valid": ["v-min", "v-zb"],
     },
     "mcore/test_vocabulary.py": {
         "test_training_equals_1f1b": [
@@ -201,9 +204,6 @@ SLOW = {
         "test_vocabulary_parallelism_with_other_parallelism": [
             "DP, distributed optimizer, overlaps"
         ],
-    },
-    "mcore/test_whole.py": {
-        "test_schedules_with_full_backwards_are_valid": ["v-min", "v-zb"],
     },
     "rehearsal/test_saved_config.py": {
         "test_a_saved_run_takes_the_bytes_of_the_same_flags": ["transformer_engine"],
