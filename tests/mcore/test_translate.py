@@ -391,7 +391,8 @@ class TestOtherOptions:
     def test_megatron_schedules_accept_only_the_layer_split(self) -> None:
         check_splits_nothing_else(Namespace(num_virtual_stages_per_pipeline_rank=2), "1f1b")
         for rule in TRANSLATIONS:
-            if rule.layers is not None and rule.left is None:  # a pattern has a separate rule
+            # a pattern has a separate rule
+            if rule.layers is not None and rule.value_after is None:
                 with pytest.raises(UnsupportedError, match=f"does not support {rule.names[0]}"):
                     check_splits_nothing_else(Namespace(**{rule.names[0]: 3}), "1f1b")
 
