@@ -1,4 +1,4 @@
-"""Under auto, Megatron's own function runs where no plan for the model is faster."""
+"""Under auto, Megatron's schedule runs if no plan for the model is faster."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -22,9 +22,9 @@ def baseline_for(
     pattern: str | None = None,
     **changed: object,
 ) -> BaselineSpec | None:
-    """Ask where a whole backward takes `whole` of a split one, and so many samples are evaluated.
+    """Return Megatron's schedule that auto selects, or None.
 
-    With 0 there is no evaluation.
+    A full backward costs `full_factor` of a split one. `evaluated` is the samples per evaluation.
     """
     costs = Costs.uniform(RANKS, 2 * RANKS, 1000, 1100, 900, 50)
     costs = replace(costs, whole_backward_us=(full_factor * 2000,) * 2 * RANKS)
@@ -58,7 +58,7 @@ def test_interleaved_runs_if_splitting_is_expensive(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_interleaved_runs_of_a_pattern(tmp_path: Path) -> None:
-    """Unless it marks its stages, which says how many there are."""
+    """Unless the pattern marks its stages, which fixes their number."""
     assert baseline_for(tmp_path, 0.55, pattern="*-" * 2 * RANKS) == BaselineSpec(
         "interleaved-1f1b", 2
     )

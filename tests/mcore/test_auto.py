@@ -1,4 +1,4 @@
-"""Training with the adaptive scheduler's plans, from a costs file or from the run's own steps."""
+"""Training with the adaptive scheduler's plans, from a costs file or from profiled steps."""
 
 import json
 import re
@@ -26,7 +26,7 @@ KIB = 1024
 
 @pytest.fixture(scope="module")
 def costs_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return costs of 8 uneven stages that hold 64 KiB each."""
+    """Return costs of 8 uneven stages with 64 KiB of activations each."""
     costs = Costs(
         forward_us=(1000.0,) * 7 + (1400.0,),
         backward_us=(1150.0,) * 7 + (1500.0,),

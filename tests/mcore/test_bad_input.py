@@ -1,4 +1,4 @@
-"""What cannot run ends before any training: one clear sentence on rank 0, an error on all."""
+"""Unsupported runs end before training: one clear sentence on rank 0, an error on all ranks."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ V_HALF = "--pipeline-schedule v-half"
 
 
 def refused(farm: Farm, *arguments: str, without: tuple[str, ...] = ()) -> str:
-    """Return what rank 0 says, having checked that all four ranks end in time, with an error."""
+    """Return the output of rank 0, after checking that all four ranks end in time with an error."""
     run = farm.run(4, *arguments, without=without, timeout_s=30)
     assert run.codes == [1] * 4, run.output
     said = [text.partition("megatron-vshape: ")[2] for text in run.output]

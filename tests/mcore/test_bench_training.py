@@ -1,4 +1,4 @@
-"""scripts/bench_training.py: which rounds count, what is compared, what it reads in a log."""
+"""scripts/bench_training.py: counted rounds, comparisons, and values read from a log."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""What one schedule saves another loads, bit by bit: parameters and the optimizer's state."""
+"""Checkpoints load bitwise under another schedule: parameters and the optimizer state."""
 
 import re
 from collections.abc import Callable
@@ -180,7 +180,7 @@ def of_hybrid(name: str) -> str:
 @needs_hybrid
 @pytest.mark.parametrize("split", [None, "3,1,2,2,2,1,3,2"], ids=["blocks", "half blocks"])
 def test_a_hybrid_model_loads_a_gpt(farm: Farm, save: Save, split: str | None) -> None:
-    """With the weights and the optimizer's state of Megatron's own 1F1B, bit by bit."""
+    """With the weights and the optimizer state of Megatron's 1F1B, bitwise."""
     folder, saved = save("1f1b", UNTIED)
     cuts = () if split is None else (SPLIT, split)
     flags = ("--hybrid-layer-pattern", "*-" * 8, UNTIED, *cuts)

@@ -1,4 +1,4 @@
-"""V schedules beside every other parallelism of Megatron: the numbers of its own 1F1B."""
+"""V schedules with every other parallelism of Megatron equal its 1F1B."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The CPU mode: what it redirects, that it can be undone, and that Megatron trains under it."""
+"""The CPU mode: redirected functions, undoing it, and training Megatron under it."""
 
 import math
 import os
@@ -50,7 +50,7 @@ def mode_on(mode_off: None) -> None:
 
 
 def in_megatron(expression: str) -> object:
-    """Return what `expression` is in a module of Megatron."""
+    """Evaluate `expression` in a module of Megatron."""
     return eval(expression, {"__name__": "megatron.core.some_module", "torch": torch})
 
 

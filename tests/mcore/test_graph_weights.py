@@ -1,4 +1,4 @@
-"""CUDA graphs of F, B and W, captured by Transformer Engine's own Python in graphs_on_cpu."""
+"""CUDA graphs of F, B and W, captured by Transformer Engine's Python code in graphs_on_cpu."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class TestTraining:
 
 
 class TestHazards:
-    """What makes other numbers, or ends the run, where the code did not mind it."""
+    """Hazards that change results or end the run if the code ignores them."""
 
     def test_a_w_that_reads_static_tensors_ends_the_run(self, trained: Trained) -> None:
         package_run, _ = trained("v-half", given="static tensors")

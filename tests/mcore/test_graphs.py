@@ -1,7 +1,7 @@
-"""CUDA graphs, TE's and Megatron's own, captured and replayed as graphs_on_cpu has them.
+"""CUDA graphs of TE and of Megatron, captured and replayed by graphs_on_cpu.
 
 A graph's memory is used again by the next, as on a GPU. A message or a weight job that still
-referred to it would make other numbers than the same run without graphs makes.
+referred to it would change the results of the same run without graphs.
 """
 
 import json
@@ -68,7 +68,7 @@ def captured_orders(ended: Ended) -> list[list[int]]:
 
 
 def rows_of(schedule: str, ranks: int, microbatches: int) -> list[list[int]]:
-    """Return the rows of the schedule, as TE takes them."""
+    """Return the rows of the schedule in TE's format."""
     choice = ScheduleChoice(ranks, schedule)
     rank_stages = stages_of(choice.placement, ranks)
     rows = []

@@ -1,4 +1,4 @@
-"""The hooks: each attribute is replaced and put back, and a changed Megatron is told apart."""
+"""The hooks: each attribute is replaced and restored, and a changed Megatron is detected."""
 
 import functools
 import inspect
@@ -65,7 +65,7 @@ def session() -> Iterator[Session]:
 
 
 def test_schedule_hooks_are_installed_and_removed_with_the_schedule(session: Session) -> None:
-    """Without apex Megatron's own schedules are told of no kernels, and layers refuse fusion."""
+    """Without apex, Megatron's schedules see no kernels, and layers reject fusion."""
     originals, chosen = current(), [hook for hook in registry.HOOKS if hook.only_with_pipeline]
     assert not layers._grad_accum_fusion_available, "apex is installed here"
     for pipeline in (None, object()):
@@ -101,7 +101,7 @@ def spy(original: Any, calls: list[Any], result: object) -> Any:
 
 @pytest.mark.parametrize("by_name", [False, True], ids=["in place", "by name"])
 def test_hooks_without_a_schedule_pass_arguments_through(by_name: bool) -> None:
-    """The very objects, by place or by name as they were given, and what came back for them."""
+    """The same objects, by position or by name, and the same result."""
     assert len(PASSING) >= 30
     for hook in PASSING:
         check_passing(hook, by_name)

@@ -159,7 +159,7 @@ def test_estimates_equal_those_of_the_gpt(
 
 
 def model(pattern: str | None, **changed: object) -> Namespace:
-    """Return Megatron's arguments of a small model, as far as they say its sizes."""
+    """Return Megatron's arguments for the sizes of a small model."""
     sizes: dict[str, object] = {
         "num_layers": None,
         "hybrid_layer_pattern": pattern,
@@ -173,7 +173,7 @@ def model(pattern: str | None, **changed: object) -> Namespace:
 
 
 def test_auto_places_multi_token_prediction_alone_in_the_last_stage() -> None:
-    """The last stage has its layers and output layers alone, as those take longer than a rank."""
+    """The last stage has only its layers and output layers: their time exceeds that of a rank."""
     layer_split = split_layers(model("*-" * 8 + "/*-/*-"), v_shape(4), "auto", None)
     assert (layer_split.layers[0], layer_split.layers[-1]) == (0, 0)
     assert layer_split.estimate is not None

@@ -1,4 +1,4 @@
-"""A provider of hybrid models that refuses to build chunks, as Megatron-Bridge's does."""
+"""A provider of hybrid models that rejects chunks, as Megatron-Bridge's does."""
 
 import logging
 from types import SimpleNamespace

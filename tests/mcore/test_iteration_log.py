@@ -1,4 +1,4 @@
-"""What reaches the log, TensorBoard and W&B under a V, beside Megatron's own 1F1B."""
+"""Values in the log, TensorBoard and W&B under a V schedule, compared with Megatron's 1F1B."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Megatron's own flags for a profile show this package's passes, waits and weight jobs."""
+"""Profiles by Megatron's flags show this package's passes, waits and weight jobs."""
 
 from __future__ import annotations
 

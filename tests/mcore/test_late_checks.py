@@ -1,4 +1,4 @@
-"""Checks of losses made at the end of a step find what they would have found in it."""
+"""Checks of losses at the end of a step find the same results as checks within the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Megatron's layer plans do not go with, one sentence each."""
+"""Options that Megatron's layer plans do not support, with one sentence each."""
 
 from types import SimpleNamespace
 from typing import Any

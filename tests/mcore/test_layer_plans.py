@@ -1,4 +1,4 @@
-"""Passes by Megatron's layer plans, alone and beside each other: every bit as without."""
+"""Passes by Megatron's layer plans, alone and overlapped, equal passes without plans bitwise."""
 
 from contextlib import suppress
 from importlib import metadata
@@ -82,7 +82,7 @@ Wrong = dict[str | None, dict[str, list[str]]]
 
 
 def on_rank(rank: int) -> tuple[dict[str, list[str]], Wrong]:
-    """Return what differs of every case; what is wrong with streams, of all cases, of mutants."""
+    """Return the differences of every case, and the stream faults of all cases and mutants."""
     from megatron_vshape.mcore import cpu
 
     cpu.install()
@@ -97,19 +97,19 @@ def on_rank(rank: int) -> tuple[dict[str, list[str]], Wrong]:
 
 @pytest.fixture(scope="module")
 def rank_results() -> list[tuple[dict[str, list[str]], Wrong]]:
-    """Return what either rank tells; both import Megatron for it, once."""
+    """Return the results of both ranks. Each rank imports Megatron once."""
     return run_ranks(2, on_rank, timeout_s=550)
 
 
 @pytest.fixture(scope="module")
 def unlike(rank_results: list[tuple[dict[str, list[str]], Wrong]]) -> list[dict[str, list[str]]]:
-    """Return what differs of every case, from either rank."""
+    """Return the differences of every case, by rank."""
     return [differences for differences, _ in rank_results]
 
 
 @pytest.fixture(scope="module")
 def wrong(rank_results: list[tuple[dict[str, list[str]], Wrong]]) -> list[Wrong]:
-    """Return what is wrong with the use of streams, from either rank: of all cases, of mutants."""
+    """Return the stream faults by rank: of all cases and of mutants."""
     return [faults for _, faults in rank_results]
 
 

@@ -1,4 +1,4 @@
-"""Stages of unlike layers: the numbers of Megatron's 1F1B, and what the planner makes of them."""
+"""Stages with different layers: losses equal Megatron's 1F1B, and plans for these stages."""
 
 import json
 from argparse import Namespace

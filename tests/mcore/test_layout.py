@@ -1,4 +1,4 @@
-"""Stages on ranks and chunks, and what Megatron reads of it."""
+"""Stages on ranks and chunks, and the layout that Megatron reads."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Microbatches of unlike length: the numbers of Megatron's 1F1B, which sends shapes first too."""
+"""Variable-length microbatches equal Megatron's 1F1B, which also sends shapes first."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_training_equals_megatrons_1f1b(train: Callable[..., Ended], schedule: s
 def test_messages_are_received_when_posted_as_on_gpus(
     train: Callable[..., Ended], farm: Farm
 ) -> None:
-    """An order that no wait could end before messages were taken so."""
+    """A pass order that deadlocked before messages were received in this way."""
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *STEPS, plugin=PLUGIN)
     flags = ("--pipeline-schedule", "zb-h1", *STEPS)
     package_run = farm.run(4, *flags, plugin=PLUGIN, given="taken").check()
@@ -46,7 +46,7 @@ def test_messages_are_received_when_posted_as_on_gpus(
 def test_messages_wider_than_the_hidden_size(farm: Farm, width: str) -> None:
     """Of several residual streams; with shapes sent ahead they may also grow from stage to stage.
 
-    Megatron 0.19 has no such models, and its own 1F1B carries these with shapes sent ahead alone.
+    Megatron 0.19 has no such models. Its 1F1B supports them only if shapes are sent ahead.
     """
     steps = ("--train-iters", "2", "--clip-grad", "0", UNTIED)
     megatron_run = farm.run(

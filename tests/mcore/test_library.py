@@ -1,4 +1,4 @@
-"""Schedules registered for libraries on megatron.core: as their own 1F1B, however they are made."""
+"""Schedules registered for libraries on megatron.core equal the 1F1B of these libraries."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RANKS = 4
 
 
 class Learnt(NamedTuple):
-    """What a run has seen and learnt."""
+    """Results of a run."""
 
     losses: list[list[float]]  # of every step, where the library reads them
     norms: list[float]
@@ -151,7 +151,7 @@ def test_losses_equal_megatron_with_unequal_microbatches_of_replicas(
 def test_results_are_on_the_ranks_that_libraries_read(
     farm: Farm, tmp_path: Path, schedule: str
 ) -> None:
-    """On the ranks of two replicas, each in turn in all ways that `callers` lists."""
+    """On the ranks of two replicas, with every reader that `callers` lists."""
     plain = run_library(farm, tmp_path, "any", None, pipeline=2)
     package_run = run_library(farm, tmp_path, "any", schedule, pipeline=2)
     for rank, (package_results, megatron_results) in enumerate(
@@ -171,7 +171,7 @@ def test_results_are_on_the_ranks_that_libraries_read(
 def test_an_embedding_that_the_library_replaces_stays_tied(
     farm: Farm, tmp_path: Path, schedule: str
 ) -> None:
-    """It looks for one in every chunk, and ties anew: in a V the last has that of the first."""
+    """The library ties the embedding of every chunk again. In a V, first and last share it."""
     plain = run_library(farm, tmp_path, "areal", None, ranks=2, extends=["replaced"])
     assert_equal_results(
         run_library(farm, tmp_path, "areal", schedule, ranks=2, extends=["replaced"]), plain
@@ -190,7 +190,7 @@ def test_ranks_with_lost_connections_report_the_first_failure(farm: Farm, tmp_pa
 
 @pytest.mark.parametrize("how", ["bare", pytest.param("repeated", marks=pytest.mark.slow)])
 def test_one_data_iterator_serves_all_chunks(farm: Farm, tmp_path: Path, how: str) -> None:
-    """The same microbatches for each, though one takes out of a batch what the other needs."""
+    """All chunks see the same microbatches, even if one removes entries that another needs."""
     plain = run_library(farm, tmp_path, "verl", None)
     assert_equal_results(run_library(farm, tmp_path, "verl", "v-half", iterators=how), plain)
 
@@ -249,7 +249,7 @@ def test_schedule_registered_in_another_process_is_rejected(farm: Farm, tmp_path
 @needs_hybrid
 @pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
 def test_a_hybrid_model(farm: Farm, tmp_path: Path, schedule: str) -> None:
-    """The constructor alone is told the pattern; stages that it marks are its library's own."""
+    """Only the constructor gets the pattern. Stages in the pattern are those of the library."""
     plain = run_library(farm, tmp_path, "areal", None, pattern="M-|*-|M*|-*")
     package_run = run_library(farm, tmp_path, "areal", schedule, pattern="M-*-M*-*")
     assert_equal_results(package_run, plain)
@@ -280,7 +280,7 @@ def test_the_first_chunk_is_stepped_first_where_there_are_several(
 
 @pytest.mark.parametrize("schedule", ["dualpipev", "v-half"])
 def test_overlapped_all_to_all_of_experts(farm: Farm, tmp_path: Path, schedule: str) -> None:
-    """The library sets Megatron's option in its config; its own 1F1B cannot have it."""
+    """The library sets Megatron's option in its config. Its 1F1B does not support it."""
     plain = run_library(farm, tmp_path, "bridge", None, pipeline=2, beside=False)
     package_run = run_library(farm, tmp_path, "bridge", schedule, pipeline=2, beside=True)
     assert package_run.chunks == 2
@@ -299,7 +299,7 @@ def test_overlapped_all_to_all_of_experts(farm: Farm, tmp_path: Path, schedule: 
 
 
 def test_megatron_core_without_a_trainer(farm: Farm, tmp_path: Path) -> None:
-    """In processes of their own, where megatron.training cannot be imported."""
+    """In separate processes, in which megatron.training cannot be imported."""
     ranks = 2
     plain = run_library(farm, tmp_path, "bridge", None, ranks=ranks)
     folder = tmp_path / "alone"

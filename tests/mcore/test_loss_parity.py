@@ -1,4 +1,4 @@
-"""scripts/loss_parity.py: what it says of two runs."""
+"""scripts/loss_parity.py: its table of two runs."""
 
 import numpy as np
 import pytest

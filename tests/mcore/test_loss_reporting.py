@@ -20,7 +20,7 @@ class Losses(NamedTuple):
 
 
 def reports(step: int) -> list[Any]:
-    """Return what a loss function may have reported of 64 microbatches; in step 2 one more."""
+    """Return possible reports of a loss function for 64 microbatches, and one more in step 2."""
     torch.manual_seed(step)
     kinds = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64)
     results: list[Any] = [
@@ -62,7 +62,7 @@ def check(brought: list[Any], expected: list[Any]) -> None:
 def bring(rank: int) -> list[int]:
     """Bring the reports of four steps from rank 0 to rank 1; return how often each step copies.
 
-    What is counted are calls by which a host waits for a device, or moves something.
+    Only calls that wait for a device or copy tensors are counted.
     """
     copies: Counter[str] = Counter()
     elsewhere: list[Any] = []
@@ -94,7 +94,7 @@ def bring(rank: int) -> list[int]:
 
 
 def test_losses_are_sent_in_one_message_without_changes() -> None:
-    """What is no tensor goes along where it is not that of the step before: up, and down."""
+    """Values that are not tensors are sent only if they differ from the previous step."""
     send_counts, received = run_ranks(2, bring)
     assert send_counts == [1, 0, 1, 1]
     assert received == [3, 1, 3, 3]

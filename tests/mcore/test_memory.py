@@ -1,4 +1,4 @@
-"""Activation memory that the ranks really hold, against what the schedules promise."""
+"""Measured activation memory of the ranks, compared with the schedules."""
 
 import re
 from collections.abc import Callable

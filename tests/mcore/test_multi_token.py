@@ -74,7 +74,7 @@ OURS_ALONE = ("--pipeline-layer-split", "--pipeline-model-parallel-layout")
 
 
 def metrics(run: Ended) -> dict[str, list[tuple[int, float]]]:
-    """Return what the log tells of multi-token prediction."""
+    """Return the logged metrics of multi-token prediction."""
     return {name: values for name, values in of_wandb(run).items() if name.startswith("mtp_")}
 
 
@@ -137,7 +137,7 @@ SHARED_FAST = 3
 def test_training_with_vocabulary_parallelism_equals_one_rank(
     train: Train, schedule: str, ranks: int, depth: tuple[str, ...], flags: str
 ) -> None:
-    """By the sums' own tolerances; how often a token is predicted is told exactly."""
+    """Within the tolerances of the sums. The number of predicted tokens is exact."""
     common = [*flags.split()]
     if OURS_ALONE[0] in common:
         index = common.index(OURS_ALONE[0])
