@@ -137,12 +137,12 @@ def train_rank(trial: Trial, flags: Sequence[str]) -> int:
     upstream = training.setup_model_and_optimizer
 
     def setup(*args: Any, **options: Any) -> Any:
-        made = upstream(*args, **options)
-        for at, chunk in enumerate(made[0]):
+        setup_result = upstream(*args, **options)
+        for index, chunk in enumerate(setup_result[0]):
             for name, parameter in chunk.named_parameters():
                 if parameter.dim() > 1:
-                    fill(parameter.data, f"{os.environ['RANK']} {at} {name}")
-        return made
+                    fill(parameter.data, f"{os.environ['RANK']} {index} {name}")
+        return setup_result
 
     training.setup_model_and_optimizer = setup
     if trial is Trial.AS_IS:
@@ -179,22 +179,22 @@ def wait_in_passes() -> Callable[[], int]:
     if not torch.cuda.is_available():
         device = HostDevice(dist.irecv)
         dist.irecv, wait = device.irecv, device.synchronize
-    waited = 0
+    num_waits = 0
 
-    def waiting(run: Callable[..., Any]) -> Callable[..., Any]:
+    def with_wait(run: Callable[..., Any]) -> Callable[..., Any]:
         def run_after(*args: Any, **options: Any) -> Any:
-            nonlocal waited
-            if not waited:
+            nonlocal num_waits
+            if not num_waits:
                 print(WAITS, flush=True)
-            waited += 1
+            num_waits += 1
             wait()
             return run(*args, **options)
 
         return run_after
 
     for name in ("forward", "backward_inputs", "backward_weights", "backward"):
-        setattr(MegatronStage, name, waiting(getattr(MegatronStage, name)))
-    return lambda: waited
+        setattr(MegatronStage, name, with_wait(getattr(MegatronStage, name)))
+    return lambda: num_waits
 
 
 def fill(data: Tensor, name: str) -> None:
@@ -251,7 +251,7 @@ def rank_environment(rank: int, ranks: int, port: str, device: str) -> dict[str,
 
     NCCL refuses two ranks of one host on one device; NCCL_HOSTID makes hosts of them.
     """
-    given = {
+    variables = {
         "RANK": str(rank),
         "LOCAL_RANK": "0",
         "WORLD_SIZE": str(ranks),
@@ -266,26 +266,26 @@ def rank_environment(rank: int, ranks: int, port: str, device: str) -> dict[str,
         "TORCH_COMPILE_DISABLE": "1",  # compiling takes longer than all the steps
         "OMP_NUM_THREADS": "1",
     }
-    return os.environ | given | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+    return os.environ | variables | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
 
 
 def wait_for(processes: Sequence[subprocess.Popen[str]], deadline_s: float) -> list[str]:
     """Wait until all have ended, or one has failed, or it is too late; return what went wrong."""
-    late = "not in time"
+    failure = "not in time"
     while time.monotonic() < deadline_s:
         codes = [process.poll() for process in processes]
         if None not in codes or any(codes):
-            late = "not before another failed"
+            failure = "not before another failed"
             break
         time.sleep(0.2)
     codes = [process.poll() for process in processes]
-    return [late if code is None else f"status {code}" if code else "" for code in codes]
+    return [failure if code is None else f"status {code}" if code else "" for code in codes]
 
 
 def stood(said: Sequence[str], ended: Sequence[str]) -> bool:
     """Return whether all ranks had begun to wait when a message was missed, or time was up."""
-    waited = all(WAITS in text for text in said)
-    return waited and ("not in time" in ended or any(STANDS in text for text in said))
+    all_waited = all(WAITS in text for text in said)
+    return all_waited and ("not in time" in ended or any(STANDS in text for text in said))
 
 
 def run_all(args: argparse.Namespace) -> int:
@@ -318,30 +318,30 @@ def run_all(args: argparse.Namespace) -> int:
 
 def verdict(trial: Trial, losses: Sequence[float], right: Sequence[float], would_hang: bool) -> str:
     """Return how a run ended, and whether the model of the waits says so."""
-    same = "equal" if are_close(losses, right) else "different"
-    found = f"{losses}, {same}" if losses else "hung"
+    comparison = "equal" if are_close(losses, right) else "different"
+    outcome = f"{losses}, {comparison}" if losses else "hung"
     if trial is Trial.AS_IS:
-        return found
+        return outcome
     agrees = would_hang is not bool(losses)
-    return f"{found}, {'as' if agrees else 'which is not what'} the model says"
+    return f"{outcome}, {'as' if agrees else 'which is not what'} the model says"
 
 
-def are_close(found: Sequence[float], right: Sequence[float]) -> bool:
+def are_close(losses: Sequence[float], right: Sequence[float]) -> bool:
     """Return whether there are losses, and pairs of them differ by rounding only."""
-    pairs = zip(found, right, strict=False)
+    pairs = zip(losses, right, strict=False)
     close = all(math.isclose(*pair, rel_tol=LOSS_TOLERANCE) for pair in pairs)
-    return len(found) == len(right) > 0 and close
+    return len(losses) == len(right) > 0 and close
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all, or a rank of one of the runs, and return the exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["train-rank"]:
-        return train_rank(Trial(given[1]), given[2:])
+    command = list(sys.argv[1:] if arguments is None else arguments)
+    if command[:1] == ["train-rank"]:
+        return train_rank(Trial(command[1]), command[2:])
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--ranks", type=int, default=2)
-    args = parser.parse_args(given)
+    args = parser.parse_args(command)
     try:
         choose_device(args.device)
     except ScheduleError as error:

@@ -33,12 +33,12 @@ def rows(devices: int, only: str | None, in_host: float) -> Iterator[list[str]]:
         costs = costs_of(devices, t)
         row = [str(microbatches), str(chunks), f"{t:g}"]
         gap = ""
-        for each in (without_copies(costs), costs):
+        for plan_costs in (without_copies(costs), costs):
             begin, worked = time.monotonic(), time.process_time()
-            made = plan(each, devices, microbatches, chunks, trades=True, in_host=in_host)
+            result = plan(plan_costs, devices, microbatches, chunks, trades=True, in_host=in_host)
             seconds, worked = time.monotonic() - begin, time.process_time() - worked
-            row.append(f"{made.value - 6 * microbatches:.1f} ({seconds:.1f} s, {worked:.1f} s)")
-            gap = f"{made.gap:.1%}"
+            row.append(f"{result.value - 6 * microbatches:.1f} ({seconds:.1f} s, {worked:.1f} s)")
+            gap = f"{result.gap:.1%}"
         yield [*row, gap]
 
 

@@ -57,8 +57,8 @@ def iterate(
 ) -> float:
     """Return the seconds that the slowest rank took for all iterations."""
     rank = dist.get_rank()
-    own = stages_of(program.schedule.placement, dist.get_world_size())[rank]
-    stages = {stage: SleepingStage(costs, stage) for stage in own}
+    local_stages = stages_of(program.schedule.placement, dist.get_world_size())[rank]
+    stages = {stage: SleepingStage(costs, stage) for stage in local_stages}
     ends = forward_stop_point(program)
     number = torch.ones(1)
     dist.barrier()
@@ -71,26 +71,28 @@ def iterate(
         if goes_ahead and iteration < iterations:
             run.advance(ends[rank])
         work.wait()
-    taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    return float(taken)
+    step_s = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    dist.all_reduce(step_s, op=dist.ReduceOp.MAX)
+    return float(step_s)
 
 
 def message_us(rounds: int) -> float:
     """Return the median time of a message to a rank that sleeps till it comes, in us."""
-    sent = torch.zeros(2, dtype=torch.float64)
-    taken = []
+    send_time = torch.zeros(2, dtype=torch.float64)
+    times_us = []
     for _ in range(rounds):
         if dist.get_rank() == 0:
             time.sleep(0.02)
-            sent[0] = time.perf_counter()
-            dist.send(sent, 1)
+            send_time[0] = time.perf_counter()
+            dist.send(send_time, 1)
         elif dist.get_rank() == 1:
-            dist.recv(sent, 0)
-            taken.append(1e6 * (time.perf_counter() - float(sent[0])))
-    found = torch.tensor([statistics.median(taken) if taken else 0.0], dtype=torch.float64)
-    dist.broadcast(found, 1)
-    return float(found)
+            dist.recv(send_time, 0)
+            times_us.append(1e6 * (time.perf_counter() - float(send_time[0])))
+    median_us = torch.tensor(
+        [statistics.median(times_us) if times_us else 0.0], dtype=torch.float64
+    )
+    dist.broadcast(median_us, 1)
+    return float(median_us)
 
 
 def measure(
@@ -131,9 +133,9 @@ def main() -> None:
     print(f"{'':24} {'simulated':>10} {'measured':>10}   time per iteration / busy time")
     names = ("with barrier", "with post-validation")
     for name, expected, seconds in zip(names, (apart_us, together_us), measured, strict=True):
-        found = 1e6 * seconds / args.iterations
+        measured_us = 1e6 * seconds / args.iterations
         goal = f"   (goal {GOAL})" if name == names[1] else ""
-        print(f"{name:24} {expected / busy_us:10.4f} {found / busy_us:10.4f}{goal}")
+        print(f"{name:24} {expected / busy_us:10.4f} {measured_us / busy_us:10.4f}{goal}")
 
 
 if __name__ == "__main__":

@@ -38,18 +38,18 @@ CELLS = ((4, 8), (8, 16), (8, 64), (16, 64))
 
 def share_posted_early(program: Program) -> float:
     """Return which share of the receives is posted before the pass before their reader."""
-    posted = early = 0
+    posted = num_early = 0
     for row in program.instructions:
-        runs, at = 0, {}
-        for each in row:
-            if isinstance(each, Run):
+        runs, runs_at_post = 0, {}
+        for instruction in row:
+            if isinstance(instruction, Run):
                 runs += 1
-            elif isinstance(each, Receive):
-                at[each.message] = runs
-            elif isinstance(each, Await) and runs:
+            elif isinstance(instruction, Receive):
+                runs_at_post[instruction.message] = runs
+            elif isinstance(instruction, Await) and runs:
                 posted += 1
-                early += at[each.message] < runs
-    return early / posted if posted else 0.0
+                num_early += runs_at_post[instruction.message] < runs
+    return num_early / posted if posted else 0.0
 
 
 def reposted(program: Program, passes_ahead: int) -> Program:
@@ -58,53 +58,63 @@ def reposted(program: Program, passes_ahead: int) -> Program:
     None stands before a pass of its own device that its message comes after, which would hang by
     itself.
     """
-    after = passes_before(program)
-    rows = tuple(tuple(_reposted(row, passes_ahead, after)) for row in program.instructions)
+    num_passes_before = passes_before(program)
+    rows = tuple(
+        tuple(_reposted(row, passes_ahead, num_passes_before)) for row in program.instructions
+    )
     return Program(program.schedule, rows, passes_ahead, program.planned)
 
 
 def passes_before(program: Program) -> dict[Message, int]:
     """Return, by message, how many passes of the device that reads it it comes after."""
     rows = program.instructions
-    reached = [[0] * len(rows) for _ in rows]  # by device: how many passes of every device
-    sent: dict[Message, list[int]] = {}
-    at, awake = [0] * len(rows), list(range(len(rows)))
+    passes_of_device = [[0] * len(rows) for _ in rows]  # by device: how many passes of every device
+    passes_at_send: dict[Message, list[int]] = {}
+    position, awake = [0] * len(rows), list(range(len(rows)))
     while awake:
         device = awake.pop()
-        for each in rows[device][at[device] :]:
-            if isinstance(each, Run):
-                reached[device][device] += 1
-            elif isinstance(each, Send):
-                sent[each.message] = reached[device].copy()
-                awake.append(each.message.target)
-            elif isinstance(each, Await):
-                if each.message not in sent:
+        for instruction in rows[device][position[device] :]:
+            if isinstance(instruction, Run):
+                passes_of_device[device][device] += 1
+            elif isinstance(instruction, Send):
+                passes_at_send[instruction.message] = passes_of_device[device].copy()
+                awake.append(instruction.message.target)
+            elif isinstance(instruction, Await):
+                if instruction.message not in passes_at_send:
                     break
-                reached[device] = list(map(max, reached[device], sent[each.message]))
-            at[device] += 1
-    return {message: passes[message.target] for message, passes in sent.items()}
+                passes_of_device[device] = list(
+                    map(max, passes_of_device[device], passes_at_send[instruction.message])
+                )
+            position[device] += 1
+    return {message: passes[message.target] for message, passes in passes_at_send.items()}
 
 
 def _reposted(
-    row: Sequence[Instruction], passes_ahead: int, after: Mapping[Message, int]
+    row: Sequence[Instruction], passes_ahead: int, num_passes_before: Mapping[Message, int]
 ) -> Iterator[Instruction]:
-    rest = [each for each in row if not isinstance(each, Receive | Release)]
+    remaining = [
+        instruction for instruction in row if not isinstance(instruction, Receive | Release)
+    ]
     runs, read = 0, {}
-    for each in rest:
-        runs += isinstance(each, Run)
-        if isinstance(each, Await):
-            read[each.message] = runs
+    for instruction in remaining:
+        runs += isinstance(instruction, Run)
+        if isinstance(instruction, Await):
+            read[instruction.message] = runs
     posts: dict[int, list[Receive]] = {}
     first: dict[object, int] = {}  # by stream: where the next one of it is posted
-    for each in reversed([each for each in row if isinstance(each, Receive)]):
-        source, wanted = source_of(each.message), read[each.message] - passes_ahead
-        first[source] = max(min(first.get(source, wanted), wanted), after[each.message])
-        posts.setdefault(first[source], []).insert(0, each)
+    for instruction in reversed(
+        [instruction for instruction in row if isinstance(instruction, Receive)]
+    ):
+        source, target = source_of(instruction.message), read[instruction.message] - passes_ahead
+        first[source] = max(
+            min(first.get(source, target), target), num_passes_before[instruction.message]
+        )
+        posts.setdefault(first[source], []).insert(0, instruction)
     runs = 0
     yield from posts.get(0, ())
-    for each in rest:
-        yield each
-        if isinstance(each, Run):
+    for instruction in remaining:
+        yield instruction
+        if isinstance(instruction, Run):
             runs += 1
             yield from posts.get(runs, ())
 
@@ -112,29 +122,29 @@ def _reposted(
 def step_us(program: Program, *, is_ideal: bool = False) -> float:
     """Return what a step takes whose messages start once sent and posted, and take `send_us`."""
     planned, rows = program.planned, program.instructions
-    took = {
+    duration_us = {
         slot.work: slot.end - slot.start
         for device in range(len(rows))
         for slot in planned.slots(device)
     }
-    clock, at = [0.0] * len(rows), [0] * len(rows)
-    begun: dict[Message, dict[type, float]] = {}
+    clock, position = [0.0] * len(rows), [0] * len(rows)
+    start_us: dict[Message, dict[type, float]] = {}
     awake = list(range(len(rows)))
     while awake:
         device = awake.pop()
-        for each in rows[device][at[device] :]:
-            if isinstance(each, Run):
-                clock[device] += took[each.work]
-            elif isinstance(each, Send | Receive):
-                time = 0.0 if is_ideal and isinstance(each, Receive) else clock[device]
-                begun.setdefault(each.message, {})[type(each)] = time
-                awake += [each.message.source, each.message.target]
-            elif len(begun.get(each.message, ())) < 2:
+        for instruction in rows[device][position[device] :]:
+            if isinstance(instruction, Run):
+                clock[device] += duration_us[instruction.work]
+            elif isinstance(instruction, Send | Receive):
+                time = 0.0 if is_ideal and isinstance(instruction, Receive) else clock[device]
+                start_us.setdefault(instruction.message, {})[type(instruction)] = time
+                awake += [instruction.message.source, instruction.message.target]
+            elif len(start_us.get(instruction.message, ())) < 2:
                 break
             else:
-                arrives = max(begun[each.message].values()) + planned.send_us
+                arrives = max(start_us[instruction.message].values()) + planned.send_us
                 clock[device] = max(clock[device], arrives)
-            at[device] += 1
+            position[device] += 1
     return max(clock)
 
 
@@ -150,32 +160,34 @@ def table(send: float) -> None:
             schedule = make(name, devices, microbatches)
             costs = Costs.uniform(devices, schedule.num_stages, 1, 1.15, 0.85, send)
             safe = lower(schedule, simulate(schedule, costs), kernels=True)
-            early = reposted(safe, 1)
-            times = [step_us(reposted(safe, 0)), step_us(safe), step_us(early)]
+            early_program = reposted(safe, 1)
+            times = [step_us(reposted(safe, 0)), step_us(safe), step_us(early_program)]
             times.append(step_us(safe, is_ideal=True))
             ratio = times[1] / times[-1]
             counts = (safe.peak_posted, safe.peak_unreleased)
-            posted, kept = (max(map(count, range(devices))) for count in counts)
+            posted, max_kept = (max(map(count, range(devices))) for count in counts)
             hangs = ", ".join(
-                "yes" if deadlocks_under_device_sync(each) else "no" for each in (safe, early)
+                "yes" if deadlocks_under_device_sync(candidate) else "no"
+                for candidate in (safe, early_program)
             )
             print(
                 f"{name:26}{devices:>3}{microbatches:>4} "
-                + " ".join(f"{each:8.2f}" for each in times)
-                + f" {ratio:12.4f} {100 * share_posted_early(safe):11.0f} % {posted:>7} {kept:>5}"
+                + " ".join(f"{step_time:8.2f}" for step_time in times)
+                + f" {ratio:12.4f} {100 * share_posted_early(safe):11.0f} % "
+                f"{posted:>7} {max_kept:>5}"
                 f"  {hangs}"
             )
 
 
 def count_hangs(num_plans: int) -> None:
     """Print how many programs can hang: of the catalogue, of evaluations, and of drawn plans."""
-    found: dict[str, list[bool]] = {"safe": [], "early": []}
+    hangs_by_posting: dict[str, list[bool]] = {"safe": [], "early": []}
     for schedule, costs in itertools.chain(catalogue_programs(), drawn_plans(num_plans)):
         timeline = None if costs is None else simulate(schedule, costs)
         program = lower(schedule, timeline, kernels=True)
-        for how, each in (("safe", program), ("early", reposted(program, 1))):
-            found[how].append(bool(deadlocks_under_device_sync(each)))
-    for how, hangs in found.items():
+        for how, candidate in (("safe", program), ("early", reposted(program, 1))):
+            hangs_by_posting[how].append(bool(deadlocks_under_device_sync(candidate)))
+    for how, hangs in hangs_by_posting.items():
         print(f"{how}: {sum(hangs)} of {len(hangs)} programs can hang")
 
 
@@ -194,8 +206,8 @@ def drawn_plans(number: int) -> Iterator[tuple[Schedule, Costs]]:
     for _ in range(number):
         devices = draw.randint(2, 16)
         times = [tuple(draw.uniform(0.5, 2) for _ in range(2 * devices)) for _ in range(3)]
-        held = (1.0,) * (2 * devices)
-        costs = Costs(*times, draw.choice((0.0, 0.05, 0.3)), held, held)
+        activation_memory = (1.0,) * (2 * devices)
+        costs = Costs(*times, draw.choice((0.0, 0.05, 0.3)), activation_memory, activation_memory)
         microbatches = draw.randint(devices, 3 * devices)
         limit = draw.uniform(devices + 2, 2 * devices)
         placements = (v_shape(devices),)

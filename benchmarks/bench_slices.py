@@ -59,13 +59,13 @@ class Run(NamedTuple):
 
     step: float
     passes: float  # from the first to the last of a step
-    rest: float  # from there to the next step's first
+    pause_ms: float  # from there to the next step's first
     lasted: dict[int, dict[str, float]]  # by rank: a pass of a kind, chunk and slice
 
 
 def measure(flags: tuple[str, ...], options: argparse.Namespace) -> Run:
     """Train so and return what it tells; raises SystemExit if it fails."""
-    ours = {"PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    variables = {"PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *(f"--nproc-per-node={options.ranks}", __file__, AS_RANK),
@@ -77,19 +77,21 @@ def measure(flags: tuple[str, ...], options: argparse.Namespace) -> Run:
         *MODEL,
         *flags,
     ]
-    run = subprocess.run(command, capture_output=True, text=True, env=os.environ | ours)
+    run = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)
     steps = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", run.stdout)
-    told = re.findall(r"rank (\d+) passes (\{.*\}) steps (\[.*\])", run.stdout)
-    if run.returncode or len(steps) < STEPS or len(told) < options.ranks:
+    rank_lines = re.findall(r"rank (\d+) passes (\{.*\}) steps (\[.*\])", run.stdout)
+    if run.returncode or len(steps) < STEPS or len(rank_lines) < options.ranks:
         raise SystemExit(f"a run failed:\n{run.stdout[-2000:]}\n{run.stderr[-4000:]}")
-    first, last = zip(*(zip(*json.loads(text), strict=True) for *_, text in told), strict=True)
-    begun, ended = map(min, zip(*first, strict=True)), map(max, zip(*last, strict=True))
-    spans = list(zip(begun, ended, strict=True))
+    first, last = zip(
+        *(zip(*json.loads(text), strict=True) for *_, text in rank_lines), strict=True
+    )
+    starts, ended = map(min, zip(*first, strict=True)), map(max, zip(*last, strict=True))
+    spans = list(zip(starts, ended, strict=True))
     return Run(
         statistics.median(map(float, steps[-COUNTED:])),
         statistics.median(end - begin for begin, end in spans),
         statistics.median(then - end for (_, end), (then, _) in pairwise(spans)),
-        {int(rank): json.loads(text) for rank, text, _ in told},
+        {int(rank): json.loads(text) for rank, text, _ in rank_lines},
     )
 
 
@@ -113,13 +115,13 @@ def run_rank(arguments: list[str]) -> None:
         @functools.wraps(original)
         def run(*args: Any, **options: Any) -> Any:
             key = key_of(*args)
-            cpu, at, known = time.thread_time(), time.perf_counter(), spent[key]
+            cpu, start, cpu_times = time.thread_time(), time.perf_counter(), spent[key]
             result = original(*args, **options)
-            if len(known) < CALIBRATION:
-                known.append(time.thread_time() - cpu)
-            until = at + DILATION * statistics.median_low(known)
+            if len(cpu_times) < CALIBRATION:
+                cpu_times.append(time.thread_time() - cpu)
+            until = start + DILATION * statistics.median_low(cpu_times)
             time.sleep(max(0.0, until - time.perf_counter()))
-            ran.append((key, 1e3 * at, 1e3 * time.perf_counter()))
+            ran.append((key, 1e3 * start, 1e3 * time.perf_counter()))
             return result
 
         return run
@@ -134,8 +136,8 @@ def run_rank(arguments: list[str]) -> None:
         for name in KINDS.values():
             setattr(MegatronStage, name, longer(getattr(MegatronStage, name), key_of(name)))
     else:  # which do not tell a backward's chunk
-        for name, own in MEGATRONS.items():
-            setattr(schedules, name, longer(getattr(schedules, name), lambda *_, own=own: own))
+        for name, key in MEGATRONS.items():
+            setattr(schedules, name, longer(getattr(schedules, name), lambda *_, key=key: key))
     train = training.train
 
     def tell(*args: Any, **options: Any) -> Any:
@@ -150,11 +152,14 @@ def run_rank(arguments: list[str]) -> None:
 def _told(ran: list[tuple[str, float, float]]) -> str:
     """Return what a rank tells of its passes: what they lasted, and when its steps were."""
     of_step = len(ran) // STEPS
-    steps = [ran[at * of_step : (at + 1) * of_step] for at in range(STEPS - COUNTED, STEPS)]
+    steps = [
+        ran[step_index * of_step : (step_index + 1) * of_step]
+        for step_index in range(STEPS - COUNTED, STEPS)
+    ]
     lasted: defaultdict[str, list[float]] = defaultdict(list)
-    for key, begin, end in (each for step in steps for each in step):
+    for key, begin, end in (pass_record for step in steps for pass_record in step):
         lasted[key].append(end - begin)
-    means = {key: statistics.fmean(each) for key, each in lasted.items()}
+    means = {key: statistics.fmean(durations) for key, durations in lasted.items()}
     ends = [(step[0][1], step[-1][2]) for step in steps]
     return f"passes {json.dumps(means)} steps {json.dumps(ends)}"
 
@@ -164,44 +169,53 @@ def times(run: Run, schedule: Schedule) -> dict[Kind, list[list[float]]]:
 
     A stage whose W all ran with their B has halves of those, which nothing then takes.
     """
-    found: dict[Kind, list[list[float]]] = {kind: [] for kind in KINDS}
+    times_by_kind: dict[Kind, list[list[float]]] = {kind: [] for kind in KINDS}
     chunks = [0] * schedule.num_devices
     for rank in schedule.placement:
-        own = run.lasted[rank]
+        durations = run.lasted[rank]
         for kind, name in KINDS.items():
-            keys = (f"{name} {chunks[rank]} {at}" for at in range(schedule.slices))
-            known = [own.get(key, own.get(name)) for key in keys]
-            there = [each for each in known if each is not None]
+            keys = (
+                f"{name} {chunks[rank]} {slice_index}" for slice_index in range(schedule.slices)
+            )
+            known_times = [durations.get(key, durations.get(name)) for key in keys]
+            there = [duration for duration in known_times if duration is not None]
             mean = statistics.fmean(there) if there else 0.0
-            found[kind].append([mean if each is None else each for each in known])
+            times_by_kind[kind].append(
+                [mean if duration is None else duration for duration in known_times]
+            )
         chunks[rank] += 1
-    for part, both, whole in zip(found[Kind.B], found[Kind.W], found[Kind.BW], strict=True):
+    for part, weight, full in zip(
+        times_by_kind[Kind.B], times_by_kind[Kind.W], times_by_kind[Kind.BW], strict=True
+    ):
         if not any(part):
-            part[:] = both[:] = [each / 2 for each in whole]
-        if not any(whole):
-            whole[:] = [b + w for b, w in zip(part, both, strict=True)]
-    return found
+            part[:] = weight[:] = [duration / 2 for duration in full]
+        if not any(full):
+            full[:] = [b + w for b, w in zip(part, weight, strict=True)]
+    return times_by_kind
 
 
 def simulated(run: Run, schedule: Schedule) -> float:
     """Return what the passes of a step take by the simulator, in ms, at what they lasted."""
-    whole = replace(schedule, slices=1)  # so that every slice has a cost of its own
-    found = times(run, schedule)
-    means = {kind: [statistics.fmean(each) for each in found[kind]] for kind in KINDS}
+    unsliced = replace(schedule, slices=1)  # so that every slice has a cost of its own
+    times_by_kind = times(run, schedule)
+    means = {
+        kind: [statistics.fmean(durations) for durations in times_by_kind[kind]] for kind in KINDS
+    }
     shares = tuple(
         (
             kind.time,
             tuple(
-                sum(stage[number % schedule.slices] for stage in found[kind]) / sum(means[kind])
-                for number in range(whole.num_microbatches)
+                sum(stage[number % schedule.slices] for stage in times_by_kind[kind])
+                / sum(means[kind])
+                for number in range(unsliced.num_microbatches)
             ),
         )
         for kind in KINDS
     )
-    f, b, w, both = (tuple(means[kind]) for kind in KINDS)
+    f, b, w, full = (tuple(means[kind]) for kind in KINDS)
     ones = (1.0,) * schedule.num_stages
-    costs = Costs(f, b, w, 0.0, ones, ones, whole_backward_us=both, by_microbatch=shares)
-    return simulate(whole, costs).makespan
+    costs = Costs(f, b, w, 0.0, ones, ones, whole_backward_us=full, by_microbatch=shares)
+    return simulate(unsliced, costs).makespan
 
 
 def main() -> None:
@@ -215,18 +229,21 @@ def main() -> None:
     sliced = f"v-zb, {options.slices} slices"
     runs, expected, schedules = dict[str, Run](), dict[str, float](), dict[str, Schedule]()
     for name in ("1f1b", "interleaved-1f1b", "v-zb", sliced):
-        own, slices = name.partition(",")[0], options.slices if name == sliced else 1
-        schedules[name] = make(own, options.ranks, options.microbatches, slices=slices)
-        flags = ("--pipeline-schedule", own, "--pipeline-slices", str(slices))
+        schedule_name, slices = name.partition(",")[0], options.slices if name == sliced else 1
+        schedules[name] = make(schedule_name, options.ranks, options.microbatches, slices=slices)
+        flags = ("--pipeline-schedule", schedule_name, "--pipeline-slices", str(slices))
         runs[name] = measure(flags if slices > 1 else flags[:2], options)
         expected[name] = simulated(runs[name], schedules[name])
-        load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
+        load = ", ".join(f"{load_average:.1f}" for load_average in os.getloadavg())
         print(f"{name}: {runs[name].step:.0f} ms per step (load {load})", flush=True)
-    (whole, *_), (cut, *_) = (
-        times(runs[each], schedules[each]).values() for each in ("v-zb", sliced)
+    (unsliced, *_), (sliced_times, *_) = (
+        times(runs[name], schedules[name]).values() for name in ("v-zb", sliced)
     )
-    more = [sum(b) - sum(a) for a, b in zip(whole, cut, strict=True)]
-    price, share = statistics.fmean(more) / (options.slices - 1), statistics.fmean(map(sum, whole))
+    differences = [sum(b) - sum(a) for a, b in zip(unsliced, sliced_times, strict=True)]
+    price, share = (
+        statistics.fmean(differences) / (options.slices - 1),
+        statistics.fmean(map(sum, unsliced)),
+    )
     print(
         f"{options.ranks} ranks, {options.microbatches} microbatches of {options.seq_length} "
         f"tokens; overhead of F per slice {price:.1f} ms, {price / share:.1%} of an unsliced F"
@@ -237,7 +254,7 @@ def main() -> None:
     )
     for name, run in runs.items():
         ratio = run.step / runs[sliced].step
-        foretold = (expected[name] + run.rest) / (expected[sliced] + runs[sliced].rest)
+        foretold = (expected[name] + run.pause_ms) / (expected[sliced] + runs[sliced].pause_ms)
         print(
             f"{name:18} {run.step:8.0f} {run.passes:7.0f} {expected[name]:9.0f} {ratio:12.2f} "
             f"{foretold:9.2f}"

@@ -57,18 +57,18 @@ class Run(NamedTuple):
     predicted_ms: float
     measured_ms: float
     activations: list[float]  # of every rank at its peak, in MiB
-    rest: list[float]  # parameters, their gradients and the optimizer's state
+    state_mib: list[float]  # parameters, their gradients and the optimizer's state
 
     @property
     def worst(self) -> float:
         """Return the MiB of the rank that holds most."""
-        return max(map(sum, zip(self.activations, self.rest, strict=True)))
+        return max(map(sum, zip(self.activations, self.state_mib, strict=True)))
 
 
 def measure(flags: tuple[str, ...], options: argparse.Namespace) -> Run:
     """Train so and return what it tells; raises SystemExit if it fails."""
-    ours = {"PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    environment = os.environ | ours
+    variables = {"PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | variables
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *(f"--nproc-per-node={options.ranks}", __file__, AS_RANK),
@@ -85,12 +85,12 @@ def measure(flags: tuple[str, ...], options: argparse.Namespace) -> Run:
     peaks = re.search(r"per rank in MiB: measured \[(.*?)\]", run.stdout)
     if run.returncode or passes is None or peaks is None:
         raise SystemExit(f"a run failed:\n{run.stdout[-2000:]}\n{run.stderr[-4000:]}")
-    rest = sorted(re.findall(r"rank (\d+) holds (\d+) bytes besides", run.stdout))
+    state_bytes = sorted(re.findall(r"rank (\d+) holds (\d+) bytes besides", run.stdout))
     return Run(
         float(passes[1]),
         float(passes[2]),
-        [float(each) for each in peaks[1].split(", ")],
-        [int(size) / 2**20 for _, size in rest],
+        [float(peak) for peak in peaks[1].split(", ")],
+        [int(size) / 2**20 for _, size in state_bytes],
     )
 
 
@@ -115,11 +115,11 @@ def run_rank(arguments: list[str]) -> None:
 
     def sleep_on(part: str) -> None:
         nonlocal began
-        cpu, at = began
-        known = spent[*key, part]
-        if len(known) < CALIBRATION:
-            known.append(time.thread_time() - cpu)
-        until = at + DILATION * statistics.median_low(known[len(known) // 2 :])
+        cpu, start = began
+        cpu_times = spent[*key, part]
+        if len(cpu_times) < CALIBRATION:
+            cpu_times.append(time.thread_time() - cpu)
+        until = start + DILATION * statistics.median_low(cpu_times[len(cpu_times) // 2 :])
         time.sleep(max(0.0, until - time.perf_counter()))
         began = time.thread_time(), time.perf_counter()
 
@@ -146,8 +146,8 @@ def run_rank(arguments: list[str]) -> None:
             sleep_on("summed")
         return begin(together, job, inputs)
 
-    def tell(forward_step: Any, model: Any, optimizer: Any, *rest: Any, **options: Any) -> Any:
-        result = train(forward_step, model, optimizer, *rest, **options)
+    def tell(forward_step: Any, model: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
+        result = train(forward_step, model, optimizer, *args, **options)
         size = static_memory(model, optimizer).total
         print(f"rank {dist.get_rank()} holds {size} bytes besides", flush=True)
         return result
@@ -174,16 +174,16 @@ def main() -> None:
         print(
             f"{name:10} {run.predicted_ms:12.1f} {run.measured_ms:12.1f} "
             f"{run.measured_ms / run.predicted_ms:6.3f}   {run.worst:.2f}, "
-            f"{max(run.activations):.2f}, {max(run.rest):.2f}"
+            f"{max(run.activations):.2f}, {max(run.state_mib):.2f}"
         )
     shared, missed = runs["shared"], False
     for name in ("even", "balanced"):
         expected = runs[name].predicted_ms / shared.predicted_ms
-        found = runs[name].measured_ms / shared.measured_ms
-        missed |= abs(found / expected - 1) > TOLERANCE
+        measured = runs[name].measured_ms / shared.measured_ms
+        missed |= abs(measured / expected - 1) > TOLERANCE
         print(
-            f"{name} / parallel: predicted {expected:.3f}, measured {found:.3f}, "
-            f"error {found / expected - 1:+.1%}"
+            f"{name} / parallel: predicted {expected:.3f}, measured {measured:.3f}, "
+            f"error {measured / expected - 1:+.1%}"
         )
     if missed:
         raise SystemExit(f"a ratio differs by more than {TOLERANCE:.0%} from its prediction")

@@ -61,24 +61,24 @@ def run_one(output: Path) -> None:
     if not line:
         return
     torch.cuda.init()
-    begun = outside_bytes()
+    start_bytes = outside_bytes()
     torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=10_000_000)
     try:
-        found = measured_rank.run_rank(json.loads(line))
+        report = measured_rank.run_rank(json.loads(line))
     except Exception as error:
-        found = {"error": f"{type(error).__name__}: {error}"}
+        report = {"error": f"{type(error).__name__}: {error}"}
     snapshot = torch.cuda.memory._snapshot()
-    found["outside_bytes"] = {"at start": begun, "at end": outside_bytes()}
-    found["reserved_now_bytes"] = torch.cuda.memory_reserved()
-    given = snapshot["allocator_settings"]
-    found["allocator"] = {str(key): str(value) for key, value in given.items()}
+    report["outside_bytes"] = {"at start": start_bytes, "at end": outside_bytes()}
+    report["reserved_now_bytes"] = torch.cuda.memory_reserved()
+    allocator_settings = snapshot["allocator_settings"]
+    report["allocator"] = {str(key): str(value) for key, value in allocator_settings.items()}
     events = [
-        (each["action"], each["addr"], each["size"], each["stream"])
-        for each in snapshot["device_traces"][torch.cuda.current_device()]
+        (event["action"], event["addr"], event["size"], event["stream"])
+        for event in snapshot["device_traces"][torch.cuda.current_device()]
     ]
     with lzma.open(output, "wt") as file:
-        json.dump({"found": found, "events": events}, file)
-    print(json.dumps({key: value for key, value in found.items() if key != "kinds"}), flush=True)
+        json.dump({"found": report, "events": events}, file)
+    print(json.dumps({key: value for key, value in report.items() if key != "kinds"}), flush=True)
     os._exit(0)  # some threads wait for other ranks
 
 
@@ -86,52 +86,52 @@ def jobs(only: list[str]) -> list[tuple[str, str, dict[str, Any]]]:
     """Return file name, allocator settings and job of each run."""
     import measure_ranks
 
-    found = []
+    jobs = []
     for expandable in (True, False):
-        for each in measure_ranks.cases((), (), ""):
-            if each["name"] not in (only or CASES):
+        for case in measure_ranks.cases((), (), ""):
+            if case["name"] not in (only or CASES):
                 continue
-            name = each["name"].replace(",", "").replace(" ", "-")
+            name = case["name"].replace(",", "").replace(" ", "-")
             mode = "expandable" if expandable else "fixed"
             settings = f"expandable_segments:{expandable}"
-            found.append((f"{name}.{mode}.json.xz", settings, measure_ranks.job_of(each)))
-    return found
+            jobs.append((f"{name}.{mode}.json.xz", settings, measure_ranks.job_of(case)))
+    return jobs
 
 
 def record(folder: Path, only: list[str]) -> int:
     """Run all ranks one after another; 1 if one failed."""
     folder.mkdir(parents=True, exist_ok=True)
     todo = jobs(only)
-    waiting: deque[subprocess.Popen[str]] = deque()
+    processes: deque[subprocess.Popen[str]] = deque()
     failed = 0
 
-    def start(at: int) -> None:
-        file, settings, _ = todo[at]
+    def start(index: int) -> None:
+        file, settings, _ = todo[index]
         names = dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), settings)
         with (folder / f"{file}.log").open("w") as log:
             command = [sys.executable, __file__, "one", str(folder / file)]
             environment = os.environ | names | {"OMP_NUM_THREADS": "2"}
             pipe = subprocess.PIPE
-            waiting.append(
+            processes.append(
                 subprocess.Popen(
                     command, stdin=pipe, stdout=pipe, stderr=log, text=True, env=environment
                 )
             )
 
-    for at in range(min(AHEAD, len(todo))):
-        start(at)
-    for at, (file, _, job) in enumerate(todo):
-        process = waiting.popleft()
-        if at + AHEAD < len(todo):
-            start(at + AHEAD)
+    for index in range(min(AHEAD, len(todo))):
+        start(index)
+    for index, (file, _, job) in enumerate(todo):
+        process = processes.popleft()
+        if index + AHEAD < len(todo):
+            start(index + AHEAD)
         try:
-            told, _ = process.communicate(json.dumps(job) + "\n", TIMEOUT_S)
+            output, _ = process.communicate(json.dumps(job) + "\n", TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            told = ""
+            output = ""
         finally:
             process.kill()
             process.wait()
-        lines = told.strip().splitlines()
+        lines = output.strip().splitlines()
         failed |= not lines or '"error"' in lines[-1]
         print(file, lines[-1] if lines else "no result", flush=True)
     return int(failed)
@@ -143,7 +143,7 @@ def replayed(events: list[list[Any]], settings: AllocatorSettings) -> tuple[int,
     A call differs if the recorded and the replayed bytes are unequal after it. Segments of
     cudaMalloc get their recorded addresses, which decide between free blocks of equal sizes.
     """
-    allocator, reserved, differences, before = Allocator(settings), 0, 0, ""
+    allocator, reserved, differences, previous_action = Allocator(settings), 0, 0, ""
     blocks: dict[int, Block] = {}
     for action, address, size, stream in events:
         if action in ("segment_alloc", "segment_map"):
@@ -151,7 +151,7 @@ def replayed(events: list[list[Any]], settings: AllocatorSettings) -> tuple[int,
             allocator.next_address = address
         elif action in ("segment_free", "segment_unmap"):
             reserved -= size
-            if before != action:  # the first one of an emptied cache
+            if previous_action != action:  # the first one of an emptied cache
                 allocator.empty_cache()
         elif action == "alloc":
             blocks[address] = allocator.allocate(size, stream)
@@ -159,7 +159,7 @@ def replayed(events: list[list[Any]], settings: AllocatorSettings) -> tuple[int,
         elif action == "free_completed":
             allocator.free(blocks.pop(address))
             differences += allocator.reserved != reserved
-        before = action
+        previous_action = action
     return allocator.most_reserved, differences
 
 
@@ -171,15 +171,15 @@ def replay(folder: Path) -> int:
     for file in sorted(folder.glob("*.json.xz")):
         with lzma.open(file, "rt") as stream:
             recorded = json.load(stream)
-        found, events = recorded["found"], recorded["events"]
+        report, events = recorded["found"], recorded["events"]
         name, mode = file.name.removesuffix(".json.xz").rsplit(".", 1)
-        most, differences = replayed(
+        max_reserved, differences = replayed(
             events, AllocatorSettings(expandable_segments=mode == "expandable")
         )
-        differences += most != found["reserved_bytes"]
+        differences += max_reserved != report["reserved_bytes"]
         failed |= differences > 0
         calls = sum(action in ("alloc", "free_completed") for action, *_ in events)
-        sizes = found["peak_bytes"], most, found["outside_bytes"]["at end"]
+        sizes = report["peak_bytes"], max_reserved, report["outside_bytes"]["at end"]
         peak, reserved, outside = (f"{size / 2**30:.3f}" for size in sizes)
         row = name, mode, calls, peak, reserved, differences, outside
         print(f"| {' | '.join(map(str, row))} |")

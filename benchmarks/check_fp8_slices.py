@@ -44,10 +44,10 @@ def recipes(te: Any) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
     from transformer_engine.common import recipe
 
     autocast = partial(te.autocast, enabled=True)
-    found = {"delayed": recipe.DelayedScaling(), "current": recipe.Float8CurrentScaling()}
+    recipes = {"delayed": recipe.DelayedScaling(), "current": recipe.Float8CurrentScaling()}
     if torch.cuda.get_device_capability() < (10, 0):
-        found["blockwise"] = recipe.Float8BlockScaling()
-    return {name: partial(autocast, recipe=each) for name, each in found.items()}
+        recipes["blockwise"] = recipe.Float8BlockScaling()
+    return {name: partial(autocast, recipe=fp8_recipe) for name, fp8_recipe in recipes.items()}
 
 
 def builders(te: Any, hidden: int) -> dict[str, Callable[[], nn.Module]]:
@@ -88,7 +88,7 @@ class Passes:
     @property
     def gradients(self) -> list[Tensor]:
         """Return main_grad of the weight matrices, to which Transformer Engine adds by itself."""
-        return [each.main_grad for each in self.layer.parameters() if each.dim() > 1]
+        return [parameter.main_grad for parameter in self.layer.parameters() if parameter.dim() > 1]
 
     def run(self, name: str) -> None:
         """Run one pass."""
@@ -105,11 +105,13 @@ class Passes:
 
     def _forward(self, number: str) -> None:
         generator = torch.Generator(DEVICE).manual_seed(int(number))
-        given = _random((self.case.tokens, self.case.hidden), generator).requires_grad_()
+        layer_input = _random((self.case.tokens, self.case.hidden), generator).requires_grad_()
         grouped = hasattr(self.layer, "num_gemms")
-        more = [[self.case.tokens // EXPERTS] * EXPERTS] if grouped else []
+        split_sizes = [[self.case.tokens // EXPERTS] * EXPERTS] if grouped else []
         with self.case.autocast():
-            self._outputs[number] = self.layer(given, *more, is_first_microbatch=number == "0")
+            self._outputs[number] = self.layer(
+                layer_input, *split_sizes, is_first_microbatch=number == "0"
+            )
 
 
 def _random(shape: Any, generator: torch.Generator) -> Tensor:
@@ -119,13 +121,13 @@ def _random(shape: Any, generator: torch.Generator) -> Tensor:
 def sums_of_single_backwards(case: Case) -> list[Tensor]:
     """Run each backward of the order of slices on a main_grad of zeros, and add them up."""
     passes = Passes(case, adapted=False)
-    sums = [torch.zeros_like(each) for each in passes.gradients]
+    sums = [torch.zeros_like(gradient) for gradient in passes.gradients]
     for name in WHOLE.split():
-        for each in passes.gradients:
-            each.zero_()
+        for gradient in passes.gradients:
+            gradient.zero_()
         passes.run(name)
-        for total, each in zip(sums, passes.gradients, strict=True):
-            total.add_(each)
+        for total, gradient in zip(sums, passes.gradients, strict=True):
+            total.add_(gradient)
     return sums
 
 
@@ -137,9 +139,9 @@ def after(case: Case, order: str, adapted: bool) -> list[Tensor]:
     return passes.gradients
 
 
-def apart(found: list[Tensor], expected: list[Tensor]) -> float:
+def apart(gradients: list[Tensor], expected: list[Tensor]) -> float:
     """Return the largest difference of an element, relative to the largest element."""
-    pairs = zip(found, expected, strict=True)
+    pairs = zip(gradients, expected, strict=True)
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
@@ -160,12 +162,12 @@ def retained(case: Case) -> tuple[int, list[Tensor]]:
     for name in ("F0", "BW0"):  # what is allocated once
         passes.run(name)
     gc.collect()  # what earlier cases have left
-    before = torch.cuda.memory_allocated()
+    bytes_before = torch.cuda.memory_allocated()
     for name in ("F1", "B1"):
         passes.run(name)
-    held = torch.cuda.memory_allocated() - before
+    retained_bytes = torch.cuda.memory_allocated() - bytes_before
     passes.run("W1")
-    return held, passes.gradients
+    return retained_bytes, passes.gradients
 
 
 def check(case: Case, alone: list[Tensor]) -> tuple[list[str], bool]:
@@ -173,12 +175,12 @@ def check(case: Case, alone: list[Tensor]) -> tuple[list[str], bool]:
     expected = sums_of_single_backwards(case)
     worst = [apart(after(case, order, adapted=True), expected) for order in ORDERS]
     with keeping_rowwise():
-        both, theirs = retained(case)
+        bytes_of_both, separate_gradients = retained(case)
     one, mine = retained(case)
-    equal = all(map(torch.equal, mine, theirs))
-    fine = max(worst) < LIMIT and equal and one < both
-    figures = [f"{each:.1e}" for each in (apart(alone, expected), *worst)]
-    figures += [f"{each / 2**20:.1f}" for each in (both, one)]
+    equal = all(map(torch.equal, mine, separate_gradients))
+    fine = max(worst) < LIMIT and equal and one < bytes_of_both
+    figures = [f"{error:.1e}" for error in (apart(alone, expected), *worst)]
+    figures += [f"{num_bytes / 2**20:.1f}" for num_bytes in (bytes_of_both, one)]
     return [case.name, *figures, "equal" if equal else "DIFFER", "" if fine else "<-- WRONG"], fine
 
 
@@ -200,7 +202,7 @@ def main() -> None:
     alone = [after(case, WHOLE, adapted=False) for case in cases]
     rows = [["layer, recipe", "TE alone", "slices", "split", "mixed", "retained, MiB"]]
     rows[0] += ["column-wise only", "gradients", ""]
-    checked = [check(case, theirs) for case, theirs in zip(cases, alone, strict=True)]
+    checked = [check(case, gradients) for case, gradients in zip(cases, alone, strict=True)]
     rows += [row for row, _ in checked]
     print(f"torch {torch.__version__}, Transformer Engine {transformer_engine.__version__},")
     print(f"{torch.cuda.get_device_name()}: {options.tokens} tokens, hidden {options.hidden}")

@@ -79,24 +79,24 @@ def train_rank(flags: list[str]) -> None:
     sums: list[dict[str, int]] = []
 
     def setup(*args: Any, **options: Any) -> Any:
-        made = build(*args, **options)
-        chunks.extend(made[0])
-        for at, chunk in enumerate(chunks):
+        setup_result = build(*args, **options)
+        chunks.extend(setup_result[0])
+        for index, chunk in enumerate(chunks):
             for name, parameter in chunk.named_parameters():
                 if parameter.dim() > 1:
-                    fill(parameter.data, f"{at} {name}")
-        return made
+                    fill(parameter.data, f"{index} {name}")
+        return setup_result
 
     def train_step(*args: Any, **options: Any) -> Any:
-        made = step(*args, **options)
+        step_result = step(*args, **options)
         sums.append(
             {
-                f"{at} {name}": checksum(each.main_grad)
-                for at, chunk in enumerate(chunks)
-                for name, each in chunk.named_parameters()
+                f"{index} {name}": checksum(parameter.main_grad)
+                for index, chunk in enumerate(chunks)
+                for name, parameter in chunk.named_parameters()
             }
         )
-        return made
+        return step_result
 
     training.setup_model_and_optimizer, training.train_step = setup, train_step
     pretrain()
@@ -131,20 +131,20 @@ def said_by(run: str, folder: Path) -> tuple[list[str], list[list[dict[str, int]
     texts = [(folder / f"{run}.{rank}").read_text(errors="replace") for rank in range(RANKS)]
     losses = re.findall(r"lm loss: (\S+).*?grad norm: (\S+)", "".join(texts))
     sums = [json.loads(line) for text in texts for line in re.findall(r"gradients: (.*)", text)]
-    return [" ".join(each) for each in losses], sums
+    return [" ".join(line) for line in losses], sums
 
 
-def differences(found: list[list[dict[str, int]]], wanted: list[list[dict[str, int]]]) -> str:
+def differences(checksums: list[list[dict[str, int]]], expected: list[list[dict[str, int]]]) -> str:
     """Format which gradients of which step are the first to differ, empty if none are."""
-    for step in range(len(wanted[0])):
+    for step in range(len(expected[0])):
         names = [
             f"rank {rank} {name}"
-            for rank, (mine, theirs) in enumerate(zip(found, wanted, strict=True))
-            for name in theirs[step]
-            if mine[step][name] != theirs[step][name]
+            for rank, (mine, expected_sums) in enumerate(zip(checksums, expected, strict=True))
+            for name in expected_sums[step]
+            if mine[step][name] != expected_sums[step][name]
         ]
         if names:
-            total = sum(len(theirs[step]) for theirs in wanted)
+            total = sum(len(expected_sums[step]) for expected_sums in expected)
             return f"step {step + 1}: {len(names)} of {total} differ, as {', '.join(names[:4])}"
     return ""
 
@@ -165,7 +165,7 @@ def main() -> int:
 
 def judge(runs: list[str], device: str, folder: Path) -> int:
     """Run one after the other and print how their gradients compare; 1 if wrong."""
-    good, wanted = True, []
+    good, expected_sums = True, []
     for run in runs:
         processes = start(run, device, folder)
         try:
@@ -182,8 +182,10 @@ def judge(runs: list[str], device: str, folder: Path) -> int:
             print(f"{run}: failed, {ended}\nrank {first}: {text}", flush=True)
             continue
         if run.startswith("without graphs"):
-            wanted = sums
-        difference = differences(sums, wanted) if wanted else "nothing to compare with"
+            expected_sums = sums
+        difference = (
+            differences(sums, expected_sums) if expected_sums else "nothing to compare with"
+        )
         good &= not difference or run in MAY_DIFFER
         print(f"{run}: {difference or 'equal'}; losses and norms {', '.join(losses)}", flush=True)
     return int(not good)

@@ -109,7 +109,7 @@ def build_chunks(sizes: Sizes) -> list[list[Any]]:
 
         def forward(self, x: Any) -> Any:
             parts = self.qkv(x).split([n * d for n in (sizes.heads, sizes.groups, sizes.groups)], 2)
-            query, key, value = (each.unflatten(2, (-1, d)).contiguous() for each in parts)
+            query, key, value = (part.unflatten(2, (-1, d)).contiguous() for part in parts)
             x = x + self.proj(self.attention(query, key, value))
             gate, up = self.fc1(x).chunk(2, -1)
             return x + self.fc2(nn.functional.silu(gate) * up)
@@ -130,10 +130,10 @@ def _with_main_grad(layer: Any) -> Any:
             parameter.main_grad.add_(parameter.grad)
         parameter.grad = None
 
-    for each in layer.parameters():
-        each.main_grad = torch.zeros_like(each, dtype=torch.float32)
-        each.grad_added_to_main_grad = False
-        each.register_post_accumulate_grad_hook(add)
+    for parameter in layer.parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        parameter.grad_added_to_main_grad = False
+        parameter.register_post_accumulate_grad_hook(add)
     return layer
 
 
@@ -147,10 +147,10 @@ class Rank:
         self.state = StepState(splits_backward=True)
         self.chunks = build_chunks(sizes)
         self.stores = {
-            each: each.wgrad_store
+            module: module.wgrad_store
             for layer in self.layers
-            for each in layer.modules()
-            if hasattr(each, "wgrad_store")
+            for module in layer.modules()
+            if hasattr(module, "wgrad_store")
         }
 
     @property
@@ -162,8 +162,8 @@ class Rank:
         """Have the layers leave weight gradients to W, or not."""
         from megatron_vshape.mcore.split import te_layers
 
-        for each, store in self.stores.items():
-            each.wgrad_store = store
+        for module, store in self.stores.items():
+            module.wgrad_store = store
         if splits:
             te_layers.install(self.state, self.layers)
 
@@ -174,11 +174,13 @@ class Rank:
         sums = []
         for step in range(self.sizes.steps):
             for layer in self.layers:
-                for each in layer.parameters():
-                    each.main_grad.zero_()
+                for parameter in layer.parameters():
+                    parameter.main_grad.zero_()
             inputs = self._step(passes, step, replays)
             torch.cuda.synchronize()
-            sums.append([each.main_grad.clone() for la in self.layers for each in la.parameters()])
+            sums.append(
+                [parameter.main_grad.clone() for la in self.layers for parameter in la.parameters()]
+            )
             sums[-1] += inputs
         return sums
 
@@ -186,26 +188,28 @@ class Rank:
         import torch
 
         data = {
-            (chunk, microbatch): [self._random(step, chunk, microbatch, each) for each in range(2)]
+            (chunk, microbatch): [
+                self._random(step, chunk, microbatch, tensor_index) for tensor_index in range(2)
+            ]
             for _, chunk, microbatch in passes
         }
-        given: dict[Any, Any] = {}
-        made: dict[Any, Any] = {}
+        inputs: dict[Any, Any] = {}
+        outputs: dict[Any, Any] = {}
         gradients: dict[Any, Any] = {}
         torch.cuda.synchronize()
         for work in passes:
             key = work.chunk, work.microbatch
             if str(work.kind) == "F":
-                given[key] = data[key][0].requires_grad_()
-                made[key] = self._forward(*key, given[key], replays)
+                inputs[key] = data[key][0].requires_grad_()
+                outputs[key] = self._forward(*key, inputs[key], replays)
             elif str(work.kind) == "W":
                 self.state.jobs.run(key)
             else:
-                whole = str(work.kind) == "BW"
-                with nullcontext() if whole else self.state.jobs.collect(key):
-                    torch.autograd.backward(made.pop(key), data[key][1])
+                is_full = str(work.kind) == "BW"
+                with nullcontext() if is_full else self.state.jobs.collect(key):
+                    torch.autograd.backward(outputs.pop(key), data[key][1])
             if str(work.kind) in ("B", "BW"):  # a graph's own memory
-                gradients[key] = given.pop(key).grad.clone()
+                gradients[key] = inputs.pop(key).grad.clone()
         return [gradients[key] for key in sorted(gradients)]
 
     def _forward(self, chunk: int, microbatch: int, x: Any, replays: bool) -> Any:
@@ -218,12 +222,12 @@ class Rank:
         import torch
 
         number = 0
-        for each in seeds:
-            number = 1009 * number + each + 1
+        for seed in seeds:
+            number = 1009 * number + seed + 1
         size = (self.sizes.tokens, 1, self.sizes.hidden)
         generator = torch.Generator(self.sizes.device).manual_seed(number)
-        made = torch.randn(size, generator=generator, device=self.sizes.device)
-        return made.to(torch.bfloat16)
+        values = torch.randn(size, generator=generator, device=self.sizes.device)
+        return values.to(torch.bfloat16)
 
     def capture(
         self, passes: Sequence[Any], kind: type | None, options: Mapping[str, Any]
@@ -240,7 +244,7 @@ class Rank:
             model=[SimpleNamespace(ddp_config=None)],
             flattened_callables=self.layers,
         )
-        covered = {each for layer in self.layers for each in layer.modules()}
+        covered = {module for layer in self.layers for module in layer.modules()}
         capture = None if kind is None else kind(self.chunks, covered, passes, False)
         order = [(c + 1) * (1 if str(k) == "F" else -1) for k, c, _ in passes if str(k) != "W"]
         shape = self.sizes.tokens, 1, self.sizes.hidden
@@ -255,7 +259,7 @@ class Rank:
                 num_warmup_iters=2,
                 allow_unused_input=True,
                 _order=order,
-                _num_layers_per_chunk=[len(each) for each in self.chunks],
+                _num_layers_per_chunk=[len(chunk) for chunk in self.chunks],
                 _reuse_graph_input_output_buffers=True,
                 **options,
             )
@@ -290,15 +294,17 @@ def _memory() -> dict[str, int]:
     import torch
 
     segments = torch.cuda.memory_snapshot()
-    own = (each["total_size"] for each in segments if tuple(each["segment_pool_id"]) != (0, 0))
+    graph_pools = (
+        segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0)
+    )
     return {
         "free": torch.cuda.mem_get_info()[0],
         "reserved": torch.cuda.memory_reserved(),
-        "pool": sum(own),
+        "pool": sum(graph_pools),
     }
 
 
-def _passes(sizes: Sizes, whole: bool) -> list[Any]:
+def _passes(sizes: Sizes, is_full: bool) -> list[Any]:
     """Return the passes of rank 0 under v-half."""
     from megatron_vshape.core.model.placement import stages_of
     from megatron_vshape.mcore.setup.choice import ScheduleChoice
@@ -306,20 +312,20 @@ def _passes(sizes: Sizes, whole: bool) -> list[Any]:
     from megatron_vshape.mcore.split.graphs import passes_of
 
     choice = ScheduleChoice(sizes.ranks, "v-half")
-    if whole:
+    if is_full:
         stages = frozenset(range(2 * sizes.ranks))
         choice = ScheduleChoice(sizes.ranks, "v-half", whole_stages=stages)
     program = Planner(choice).plan_step(sizes.microbatches).program
     return passes_of(program, 0, stages_of(choice.placement, sizes.ranks)[0])
 
 
-def _wrong(found: Sequence[Any], wanted: Sequence[Any]) -> list[int]:
+def _wrong(sums: Sequence[Any], expected: Sequence[Any]) -> list[int]:
     """Return of every step how many of its tensors differ in any bit."""
     import torch
 
     return [
-        sum(not torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-        for mine, theirs in zip(found, wanted, strict=True)
+        sum(not torch.equal(a, b) for a, b in zip(mine, expected_sums, strict=True))
+        for mine, expected_sums in zip(sums, expected, strict=True)
     ]
 
 
@@ -345,10 +351,10 @@ def _kinds() -> tuple[type, type]:
 
 
 @contextmanager
-def guarded(found: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
+def guarded(results: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
     """Keep the figures that are made inside, and the traceback if that fails."""
     figures: dict[str, Any] = {}
-    found[name] = figures
+    results[name] = figures
     try:
         yield figures
     except Exception:
@@ -360,27 +366,27 @@ def guarded(found: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
 
 def check_layers(sizes: Sizes) -> dict[str, Any]:
     """Compare the passes of layers in bf16."""
-    rank, found = Rank(sizes, nullcontext), {"sizes": asdict(sizes)}
+    rank, results = Rank(sizes, nullcontext), {"sizes": asdict(sizes)}
     noting, careless = _kinds()
-    split, whole = _passes(sizes, whole=False), _passes(sizes, whole=True)
-    wanted: list[Any] = []
-    with guarded(found, "eager") as figures:
+    split, full = _passes(sizes, is_full=False), _passes(sizes, is_full=True)
+    expected: list[Any] = []
+    with guarded(results, "eager") as figures:
         rank.split(True)
-        wanted = rank.steps(split, replays=False)
+        expected = rank.steps(split, replays=False)
     for name, kind, passes in (
         ("graphs of F, B and W", noting, split),
         ("without copies", careless, split),
-        ("graphs, W in B", None, whole),
+        ("graphs, W in B", None, full),
     ):
-        with guarded(found, name) as figures:
+        with guarded(results, name) as figures:
             rank.split(kind is not None)
             figures |= rank.capture(passes, kind, {})
             sums = rank.steps(passes, replays=True)
-            figures["wrong"] = _wrong(sums, wanted)
-            figures["of"] = len(wanted[0])
+            figures["wrong"] = _wrong(sums, expected)
+            figures["of"] = len(expected[0])
             del sums
             rank.release()
-    return found
+    return results
 
 
 def check_fp8(sizes: Sizes, name: str) -> dict[str, Any]:
@@ -395,42 +401,42 @@ def check_fp8(sizes: Sizes, name: str) -> dict[str, Any]:
         "fp8-current": lambda: recipe.Float8CurrentScaling(fp8_format=recipe.Format.HYBRID),
         "fp8-block": lambda: recipe.Float8BlockScaling(),
     }
-    made = kinds[name]()
+    fp8_recipe = kinds[name]()
     context = getattr(te, "autocast", None)
     if context is None:
-        entered = lambda: te.fp8_autocast(enabled=True, fp8_recipe=made)  # noqa: E731
+        entered = lambda: te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe)  # noqa: E731
     else:
-        entered = lambda: context(enabled=True, recipe=made)  # noqa: E731
-    found: dict[str, Any] = {"sizes": asdict(sizes)}
+        entered = lambda: context(enabled=True, recipe=fp8_recipe)  # noqa: E731
+    results: dict[str, Any] = {"sizes": asdict(sizes)}
     noting, careless = _kinds()
-    passes = _passes(sizes, whole=False)
-    whole = [each for each in passes if str(each.kind) != "W"]
-    wanted: list[Any] = []
-    options = {"fp8_enabled": True, "fp8_recipe": made, "fp8_weight_caching": False}
+    passes = _passes(sizes, is_full=False)
+    full_backwards = [work for work in passes if str(work.kind) != "W"]
+    expected: list[Any] = []
+    options = {"fp8_enabled": True, "fp8_recipe": fp8_recipe, "fp8_weight_caching": False}
     for label, kind, ran in (
-        ("graphs, W in B", None, whole),
+        ("graphs, W in B", None, full_backwards),
         ("graphs of F, B and W", noting, passes),
         ("without copies", careless, passes),
     ):
         rank = Rank(sizes, entered)  # whose scales are as at first
-        with guarded(found, label) as figures:
+        with guarded(results, label) as figures:
             rank.split(kind is not None)
             figures |= rank.capture(ran, kind, options)
             sums = rank.steps(_as_whole(ran) if kind is None else ran, replays=True)
             if kind is None:
-                wanted = sums
-            figures["wrong"] = _wrong(sums, wanted)
-            figures["of"] = len(wanted[0])
+                expected = sums
+            figures["wrong"] = _wrong(sums, expected)
+            figures["of"] = len(expected[0])
             rank.release()
         del rank
         gc.collect()
-    return found
+    return results
 
 
 def _as_whole(passes: Sequence[Any]) -> list[Any]:
     from megatron_vshape.core.model.kinds import Kind
 
-    return [each._replace(kind=Kind.BW) if str(each.kind) == "B" else each for each in passes]
+    return [work._replace(kind=Kind.BW) if str(work.kind) == "B" else work for work in passes]
 
 
 # --- Megatron's trainer -------------------------------------------------------------------------
@@ -460,7 +466,7 @@ def check_trainer(name: str) -> dict[str, Any]:
     ranks._receive = lambda *unused, **options: None  # filled by the stage, by its microbatch
     ranks.SMALL_STEPS = []
     ranks.import_all()
-    seen: list[Any] = []
+    watchers: list[Any] = []
 
     class Summed(ranks.Watched):  # type: ignore[misc]
         def __init__(self, steps: int) -> None:
@@ -469,29 +475,29 @@ def check_trainer(name: str) -> dict[str, Any]:
             self.losses: list[Any] = []
             self.host: dict[str, list[float]] = defaultdict(list)
             self.memory: list[dict[str, int]] = []
-            seen.append(self)
+            watchers.append(self)
 
         def setup(self, call: Any, *args: Any, **kwargs: Any) -> Any:
-            made = super().setup(call, *args, **kwargs)
-            self.model = made[0]
-            return made
+            setup_result = super().setup(call, *args, **kwargs)
+            self.model = setup_result[0]
+            return setup_result
 
         def train_step(self, call: Any, *args: Any, **kwargs: Any) -> Any:
             if len(self.step_s) < TRAINER_STEPS:
                 self.host.clear()
             self.memory.append(_memory())
-            made = super().train_step(call, *args, **kwargs)
-            self.losses.append(str(made[0]))
+            step_result = super().train_step(call, *args, **kwargs)
+            self.losses.append(str(step_result[0]))
             self.sums.append(
                 [checksum(p.main_grad) for chunk in self.model for p in chunk.parameters()]
             )
-            return made
+            return step_result
 
         def watch(self, name: str, chunk: int, call: Any) -> Any:
-            begun = time.perf_counter()
-            made = super().watch(name, chunk, call)
-            self.host[f"{name}{chunk}"].append(1e6 * (time.perf_counter() - begun))
-            return made
+            start = time.perf_counter()
+            watched = super().watch(name, chunk, call)
+            self.host[f"{name}{chunk}"].append(1e6 * (time.perf_counter() - start))
+            return watched
 
     watch = ranks._watch_ours
 
@@ -507,10 +513,10 @@ def check_trainer(name: str) -> dict[str, Any]:
     }
     job |= {"rank": 0, "world": TRAINER_WORLD, "environment": {}, "schedule": True}
     report = ranks.run_rank(job | {"steps": TRAINER_STEPS})
-    for each in report["kinds"]:
-        each["host_us"] = statistics.median(seen[0].host[f"{each['kind']}{each['chunk']}"])
-    memory = [{name: size / MIB for name, size in each.items()} for each in seen[0].memory]
-    return report | {"sums": seen[0].sums, "losses": seen[0].losses, "memory_mib": memory}
+    for kind in report["kinds"]:
+        kind["host_us"] = statistics.median(watchers[0].host[f"{kind['kind']}{kind['chunk']}"])
+    memory = [{name: size / MIB for name, size in sizes.items()} for sizes in watchers[0].memory]
+    return report | {"sums": watchers[0].sums, "losses": watchers[0].losses, "memory_mib": memory}
 
 
 def checksum(tensor: Any) -> int:
@@ -556,25 +562,25 @@ def run_part(name: str) -> None:
     os.dup2(2, 1)
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    begun = time.perf_counter()
+    start = time.perf_counter()
     try:
         if name in TRAINER_FLAGS:
-            found = check_trainer(name)
+            result = check_trainer(name)
         else:
             from megatron_vshape.environment import set_missing
 
             set_missing(os.environ, kernels=True, ordered=True)
-            found = check_layers(Sizes()) if name == "layers" else check_fp8(Sizes(), name)
-        found["seconds"] = time.perf_counter() - begun
+            result = check_layers(Sizes()) if name == "layers" else check_fp8(Sizes(), name)
+        result["seconds"] = time.perf_counter() - start
     except BaseException:
-        found = {"error": traceback.format_exc()}
-    print(json.dumps(found), file=out, flush=True)
+        result = {"error": traceback.format_exc()}
+    print(json.dumps(result), file=out, flush=True)
     os._exit(0)  # some threads wait for other ranks
 
 
 def run_parts(names: Sequence[str], output: Path) -> dict[str, Any]:
     """Run the parts one after the other; write and print their results."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in names:
         command = [sys.executable, __file__, "--part", name]
         environment = os.environ | {"OMP_NUM_THREADS": "4"}
@@ -590,15 +596,15 @@ def run_parts(names: Sequence[str], output: Path) -> dict[str, Any]:
                     timeout=LIMITS_S[name],
                 )
                 lines = ran.stdout.strip().splitlines()
-                found[name] = json.loads(lines[-1]) if lines else {"error": "no result"}
+                results[name] = json.loads(lines[-1]) if lines else {"error": "no result"}
             except subprocess.TimeoutExpired:
-                found[name] = {"error": f"not done in {LIMITS_S[name]} s"}
+                results[name] = {"error": f"not done in {LIMITS_S[name]} s"}
         text = log.read_text(errors="replace")
-        found[name]["log"] = text[-3000:] if "error" in found[name] else ""
-        found[name]["told"] = [each for each in text.splitlines() if "CUDA graphs of W" in each]
-        output.write_text(json.dumps(found, indent=1))
-        print("\n".join(lines_of(name, found[name])), flush=True)
-    return found
+        results[name]["log"] = text[-3000:] if "error" in results[name] else ""
+        results[name]["told"] = [line for line in text.splitlines() if "CUDA graphs of W" in line]
+        output.write_text(json.dumps(results, indent=1))
+        print("\n".join(lines_of(name, results[name])), flush=True)
+    return results
 
 
 def lines_of(name: str, part: Mapping[str, Any]) -> Iterator[str]:
@@ -612,15 +618,15 @@ def lines_of(name: str, part: Mapping[str, Any]) -> Iterator[str]:
     if name.startswith("trainer"):
         memory = part["memory_mib"][-1]
         yield (
-            f"steps {' '.join(f'{each:.3f}' for each in part['step_s'])} s, peak "
+            f"steps {' '.join(f'{step_s:.3f}' for step_s in part['step_s'])} s, peak "
             f"{part['peak_bytes'] / MIB:.0f} MiB, reserved {part['reserved_bytes'] / MIB:.0f} MiB, "
             f"graphs' pool {memory['pool']:.0f} MiB; losses {part['losses']}"
         )
         yield "| pass | number | GPU ms | host us | adds MiB |\n|---|---|---|---|---|"
-        for each in part["kinds"]:
+        for kind in part["kinds"]:
             yield (
-                f"| {each['kind']}{each['chunk']} | {each['number']} | {each['ms']:.3f} | "
-                f"{each['host_us']:.0f} | {each['adds_bytes'] / MIB:.0f} |"
+                f"| {kind['kind']}{kind['chunk']} | {kind['number']} | {kind['ms']:.3f} | "
+                f"{kind['host_us']:.0f} | {kind['adds_bytes'] / MIB:.0f} |"
             )
         return
     for label, figures in part.items():
@@ -633,23 +639,23 @@ def lines_of(name: str, part: Mapping[str, Any]) -> Iterator[str]:
         yield json.dumps(figures)
 
 
-def verdicts(found: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+def verdicts(results: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     """Yield what must hold, and whether it does."""
-    layers = found.get("layers", {})
-    if "layers" in found:
-        own = layers.get("graphs of F, B and W", {})
-        yield "layers: graphs of F, B and W make eager gradients", not any(own.get("wrong", [1]))
+    layers = results.get("layers", {})
+    if "layers" in results:
+        result = layers.get("graphs of F, B and W", {})
+        yield "layers: graphs of F, B and W make eager gradients", not any(result.get("wrong", [1]))
         careless = layers.get("without copies", {})
         yield "layers: without copies gradients differ", any(careless.get("wrong", []))
-        yield "layers: captured W read graphs' memory alone", own.get("outside") == ""
-    for name in (each for each in found if each.startswith("fp8")):
-        own = found[name].get("graphs of F, B and W", {})
-        yield f"{name}: W late and W in B make equal gradients", not any(own.get("wrong", [1]))
-        yield f"{name}: captured W read graphs' memory alone", own.get("outside") == ""
-    eager = found.get("trainer-eager", {}).get("sums")
+        yield "layers: captured W read graphs' memory alone", result.get("outside") == ""
+    for name in (part for part in results if part.startswith("fp8")):
+        result = results[name].get("graphs of F, B and W", {})
+        yield f"{name}: W late and W in B make equal gradients", not any(result.get("wrong", [1]))
+        yield f"{name}: captured W read graphs' memory alone", result.get("outside") == ""
+    eager = results.get("trainer-eager", {}).get("sums")
     for name in ("trainer-graphs", "trainer-split"):
-        if name in found:
-            equal = eager is not None and found[name].get("sums") == eager
+        if name in results:
+            equal = eager is not None and results[name].get("sums") == eager
             yield f"{name}: main_grad of {TRAINER_STEPS} steps equals eager", equal
 
 
@@ -663,8 +669,8 @@ def main() -> int:
     if args.part is not None:
         run_part(args.part)
         return 0
-    found = run_parts([name for name in LIMITS_S if name in args.only], args.output)
-    holds = [*verdicts(found)]
+    results = run_parts([name for name in LIMITS_S if name in args.only], args.output)
+    holds = [*verdicts(results)]
     for text, is_so in holds:
         print(f"{'yes' if is_so else 'NO '}  {text}")
     return int(not all(is_so for _, is_so in holds))

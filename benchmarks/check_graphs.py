@@ -24,20 +24,20 @@ from megatron_vshape.runtime.graph_memory import GraphMemory
 ROWS = 512
 
 
-def passes(chunk: nn.Module, given: Tensor) -> tuple[Tensor, Tensor]:
+def passes(chunk: nn.Module, chunk_input: Tensor) -> tuple[Tensor, Tensor]:
     """Run F and B; return the output, and the gradient of the input as it leaves the chunk.
 
     Weights' gradients are added up beside, as Megatron's hooks do: torch takes a graph's own memory
     for a `.grad` that is not there yet, and the next replay would write to it.
     """
     gradients: list[Tensor] = []
-    entry = given.detach().requires_grad_().view_as(given)
+    entry = chunk_input.detach().requires_grad_().view_as(chunk_input)
     entry.register_hook(gradients.append)
     output = chunk(entry)
     output.float().square().mean().backward()
-    for each in chunk.parameters():
-        each.main_grad = getattr(each, "main_grad", 0) + each.grad.float()
-        each.grad = None
+    for parameter in chunk.parameters():
+        parameter.main_grad = getattr(parameter, "main_grad", 0) + parameter.grad.float()
+        parameter.grad = None
     return output.detach(), gradients[0]
 
 
@@ -56,8 +56,8 @@ def main() -> None:
     memory.look()
     first, second = (torch.randn(ROWS, size, **settings) for _ in range(2))
     output, gradient = passes(graphed, first)
-    _, wanted = passes(eager, first)
-    kept, then = memory.kept(gradient), gradient.clone()
+    _, expected = passes(eager, first)
+    kept_gradient, then = memory.kept(gradient), gradient.clone()
     passes(graphed, second)
     passes(eager, second)
     torch.cuda.synchronize()
@@ -67,8 +67,8 @@ def main() -> None:
         "an input's gradient lies in graphs' memory": memory.holds(gradient),
         "what is allocated besides does not": not memory.holds(first),
         "the next replay overwrites it": not torch.equal(gradient, then),
-        "what was kept is as it was": torch.equal(kept, then),
-        "the gradient is that of the passes run one by one": torch.equal(kept, wanted),
+        "what was kept is as it was": torch.equal(kept_gradient, then),
+        "the gradient is that of the passes run one by one": torch.equal(kept_gradient, expected),
         "so are the weights' gradients": all(
             torch.equal(a.main_grad, b.main_grad) for a, b in pairs
         ),
