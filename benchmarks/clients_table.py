@@ -27,29 +27,29 @@ SCHEDULES = ("v-half", "v-zb", "auto", "v-half, shared", "zb-h1")
 
 def rows(lines: Iterable[str]) -> dict[tuple[str, str], dict[str, float]]:
     """Find the largest difference of each column, and the cases, by library and schedule."""
-    found: dict[tuple[str, str], dict[str, float]] = {}
+    rows_by_case: dict[tuple[str, str], dict[str, float]] = {}
     for match in filter(None, map(LINE.match, lines)):
         schedule = match["case"].rpartition(": ")[2]
         if schedule not in SCHEDULES:  # a checkpoint that another schedule has saved
             continue
-        row = found.setdefault((match["library"], schedule), {"cases": 0})
+        row = rows_by_case.setdefault((match["library"], schedule), {"cases": 0})
         row["cases"] += 1
-        for each in match["found"].split(", "):
-            key, _, value = each.rpartition(" ")
+        for figure in match["found"].split(", "):
+            key, _, value = figure.rpartition(" ")
             column = next(name for name, keys in COLUMNS.items() if key in keys)
             row[column] = max(row.get(column, 0.0), float(value))
-    return found
+    return rows_by_case
 
 
-def table(found: dict[tuple[str, str], dict[str, float]]) -> str:
+def table(rows_by_case: dict[tuple[str, str], dict[str, float]]) -> str:
     """Format the rows, one per library and schedule."""
     text = [
         f"| library | schedule | cases | {' | '.join(COLUMNS)} |",
         "|---|---|---:|" + "---:|" * len(COLUMNS),
     ]
-    order = sorted(found, key=lambda pair: (pair[0], SCHEDULES.index(pair[1])))
+    order = sorted(rows_by_case, key=lambda pair: (pair[0], SCHEDULES.index(pair[1])))
     for library, schedule in order:
-        row = found[library, schedule]
+        row = rows_by_case[library, schedule]
         cells = [f"{row[name]:.1e}" if name in row else "" for name in COLUMNS]
         text.append(f"| {library} | {schedule} | {row['cases']:.0f} | {' | '.join(cells)} |")
     return "\n".join(text)
@@ -59,9 +59,9 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("outputs", nargs="*", type=Path, help="Output of earlier runs")
-    given = parser.parse_args()
-    lines = [line for file in given.outputs for line in file.read_text().splitlines()]
-    if not given.outputs:
+    options = parser.parse_args()
+    lines = [line for file in options.outputs for line in file.read_text().splitlines()]
+    if not options.outputs:
         command = [sys.executable, "-m", "pytest", "tests/clients", "-s", "-q"]
         ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         lines = ended.stdout.splitlines()

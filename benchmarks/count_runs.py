@@ -48,21 +48,23 @@ def main() -> None:
     options = parser.parse_args()
     if options.add:
         _add(list(_found_in(options.add)))
-    made = counted()
+    counts = counted()
     jobs = {}
     for row in published():
         name = key_of(row)
-        if options.only in name and name not in made:
+        if options.only in name and name not in counts:
             for stage in stages_of(row["pp"]):
                 for layers in LAYERS:
                     job = job_of(row, stage, layers, options.megatron)
                     jobs[job["name"]] = job
-    for found in rehearse_all(Programs(options.megatron, options.te, options.jobs), jobs.values()):
-        name, _, rest = found.name.rpartition(" @")
-        failed = isinstance(found, FailedRank)
-        made.setdefault(name, {})[rest] = {"error": found.error} if failed else kept(found)
-        print(found.name, found.error if failed else f"{found.seconds} s", flush=True)
-        lines = [f"{json.dumps(key)}: {json.dumps(each)}" for key, each in sorted(made.items())]
+    for report in rehearse_all(Programs(options.megatron, options.te, options.jobs), jobs.values()):
+        name, _, stages = report.name.rpartition(" @")
+        failed = isinstance(report, FailedRank)
+        counts.setdefault(name, {})[stages] = (
+            {"error": report.error} if failed else summary_of(report)
+        )
+        print(report.name, report.error if failed else f"{report.seconds} s", flush=True)
+        lines = [f"{json.dumps(key)}: {json.dumps(count)}" for key, count in sorted(counts.items())]
         COUNTED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
@@ -79,18 +81,23 @@ def _add(rows: list[Row]) -> None:
 
 def _found_in(folder: Path) -> Iterator[Row]:
     """Yield the published runs that have a model here, in one form."""
-    known = models()["models"]
+    model_names = models()["models"]
     for row in _rows(folder / "bridge_performance.json"):
-        if row["model"] in known and row["kind"] == "Pre-Training" and not row.get("fsdp"):
+        if row["model"] in model_names and row["kind"] == "Pre-Training" and not row.get("fsdp"):
             tokens = float(str(row["tokens_per_s_gpu"]).split()[0])
             step = row["global_batch"] * row["sequence"] / (tokens * row["gpus"])
-            given = {"set": "Bridge", "gpu": row["system"][4:].lower(), "step_s": step}
-            yield row | given | {"precision": row.get("precision") or "FP8-CS"}
+            settings = {"set": "Bridge", "gpu": row["system"][4:].lower(), "step_s": step}
+            yield row | settings | {"precision": row.get("precision") or "FP8-CS"}
     for row in _rows(folder / "mlperf.json"):
         step = sorted(row["step_s"])[len(row["step_s"]) // 2]
         products = "FP8" if row["products"] == "fp8" else "NVFP4"
-        given = {"set": "MLPerf", "model": "LLAMA3.1_405B", "precision": products, "step_s": step}
-        yield row | given | {"gpu": row["gpu"].lower()}
+        settings = {
+            "set": "MLPerf",
+            "model": "LLAMA3.1_405B",
+            "precision": products,
+            "step_s": step,
+        }
+        yield row | settings | {"gpu": row["gpu"].lower()}
     kwai = json.loads((folder / "kwai.json").read_text())
     for row in kwai["throughput"]:
         if row["alpha"] == 0 and row["recompute"] == "no":
@@ -98,15 +105,15 @@ def _found_in(folder: Path) -> Iterator[Row]:
 
 
 def _rows(path: Path) -> list[Row]:
-    found: list[Row] = json.loads(path.read_text())["rows"]
-    return found
+    rows: list[Row] = json.loads(path.read_text())["rows"]
+    return rows
 
 
 def _of_kwai(row: Row, layers: int) -> Row:
     step = row["global_batch"] * row["sequence"] / row["tokens_per_s"]
     vpp = layers // (row["pp"] * row["layers_per_chunk"])
-    given = {"set": "Kwai", "gpu": "h800", "system": "H800", "vpp": vpp}
-    return row | given | {"micro_batch": 1, "precision": "BF16", "step_s": step}
+    settings = {"set": "Kwai", "gpu": "h800", "system": "H800", "vpp": vpp}
+    return row | settings | {"micro_batch": 1, "precision": "BF16", "step_s": step}
 
 
 def job_of(row: Row, stage: int, layers: int, megatron: Path) -> Row:
@@ -124,33 +131,33 @@ def job_of(row: Row, stage: int, layers: int, megatron: Path) -> Row:
     }
 
 
-def kept(found: RankReport) -> Row:
+def summary_of(report: RankReport) -> Row:
     """Return the work of the last microbatch, and work that occurs once per step."""
-    whole = found.work.plain()
-    sums = {"bytes_moved": 0.0, "kernels": 0, "optimizer_bytes": whole["optimizer_bytes"]}
+    rank_work = report.work.plain()
+    sums = {"bytes_moved": 0.0, "kernels": 0, "optimizer_bytes": rank_work["optimizer_bytes"]}
     attention: dict[str, float] = {}
-    exchanges = [each for each in whole["exchanges"] if is_once(each["group"])]
+    exchanges = [exchange for exchange in rank_work["exchanges"] if is_once(exchange["group"])]
     products: list[list[Any]] = []
-    for each in found.kinds:
-        work = each.work.plain()
+    for kind in report.kinds:
+        work = kind.work.plain()
         for name in ("bytes_moved", "kernels"):
             sums[name] += work[name]
         for name, flops in work["attention_flops"].items():
             attention[name] = attention.get(name, 0.0) + flops
-        exchanges += [given for given in work["exchanges"] if not is_once(given["group"])]
+        exchanges += [exchange for exchange in work["exchanges"] if not is_once(exchange["group"])]
         products += work["products"]
     lists = {"exchanges": _added(exchanges), "products": products}
     return sums | {"attention_flops": attention} | lists
 
 
 def _added(exchanges: list[Row]) -> list[Row]:
-    made: dict[tuple[Any, ...], Row] = {}
-    for each in exchanges:
-        key = tuple(each[name] for name in ("kind", "group", "ranks", "span"))
-        known = made.setdefault(key, each | {"number": 0, "bytes": 0})
-        known["number"] += each["number"]
-        known["bytes"] += each["bytes"]
-    return list(made.values())
+    sums: dict[tuple[Any, ...], Row] = {}
+    for exchange in exchanges:
+        key = tuple(exchange[name] for name in ("kind", "group", "ranks", "span"))
+        total = sums.setdefault(key, exchange | {"number": 0, "bytes": 0})
+        total["number"] += exchange["number"]
+        total["bytes"] += exchange["bytes"]
+    return list(sums.values())
 
 
 if __name__ == "__main__":

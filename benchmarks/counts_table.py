@@ -25,7 +25,7 @@ def times_ms(name: str, transport: str, devices: int, counts: range) -> dict[str
     if "variable" in transport:
         planner.expect_length_on_arrival()
     planner.plan_step(2)  # one-time work of a process: imports and tables of kinds
-    found: dict[str, list[float]] = {"plan": [], "hash": [], "again": [], "evaluation": []}
+    times: dict[str, list[float]] = {"plan": [], "hash": [], "again": [], "evaluation": []}
     for count in counts:
         clock = [time.process_time()]
         program = planner.plan_step(count).program
@@ -36,9 +36,9 @@ def times_ms(name: str, transport: str, devices: int, counts: range) -> dict[str
         clock.append(time.process_time())
         planner.evaluation_program(count)
         clock.append(time.process_time())
-        for key, begin, end in zip(found, clock, clock[1:], strict=False):
-            found[key].append(1e3 * (end - begin))
-    return found
+        for key, begin, end in zip(times, clock, clock[1:], strict=False):
+            times[key].append(1e3 * (end - begin))
+    return times
 
 
 def main() -> None:
@@ -55,13 +55,13 @@ def main() -> None:
     print("|---|---|---:|---:|---:|---:|---:|")
     for name in NAMES:
         for transport in TRANSPORTS:
-            found = times_ms(name, transport, options.devices, counts)
+            times = times_ms(name, transport, options.devices, counts)
             cells = (
-                median(found["plan"]),
-                max(found["plan"]),
-                *(median(found[key]) for key in ("hash", "again", "evaluation")),
+                median(times["plan"]),
+                max(times["plan"]),
+                *(median(times[key]) for key in ("hash", "again", "evaluation")),
             )
-            print(f"| {name} | {transport} | {' | '.join(f'{each:.1f}' for each in cells)} |")
+            print(f"| {name} | {transport} | {' | '.join(f'{cell:.1f}' for cell in cells)} |")
 
 
 if __name__ == "__main__":

@@ -125,25 +125,25 @@ class Predicted:
 class Set:
     """Published runs of one model on the same devices."""
 
-    given: Mapping[str, Any]
+    description: Mapping[str, Any]
     rows: tuple[Row, ...]
-    cut: Callable[[int, bool], Costs]  # costs of so many stages, recomputed or not
+    costs_of: Callable[[int, bool], Costs]  # costs of so many stages, recomputed or not
     model: ModelFile | None
 
     @property
     def devices(self) -> int:
         """Return the pipeline's number of devices."""
-        return int(self.given["devices"])
+        return int(self.description["devices"])
 
     @property
     def spans(self) -> bool:
         """Return whether a step whose backward is split has no barrier to wait for."""
-        return bool(self.given.get("post_validation", False))
+        return bool(self.description.get("post_validation", False))
 
     def predict(self, row: Row, microbatches: int, host_us: float = 0.0) -> Predicted:
         """Return what a row takes if every pass takes so much longer."""
         schedule = make(row.schedule, self.devices, microbatches, row.chunks)
-        costs = self.cut(schedule.num_stages, row.recompute)
+        costs = self.costs_of(schedule.num_stages, row.recompute)
         costs = longer(costs, host_us, schedule.splits_backward)
         timeline = simulate(schedule, costs)
         spans = self.spans and schedule.splits_backward
@@ -152,42 +152,47 @@ class Set:
 
     def microbatches(self) -> int:
         """Return the microbatches, fitted to a row's speed where they are not known."""
-        given = self.given["microbatches"]
-        if isinstance(given, int):
-            return given
-        fitted = self._row(given.removeprefix("fit "))
+        microbatches = self.description["microbatches"]
+        if isinstance(microbatches, int):
+            return microbatches
+        fitted = self._row(microbatches.removeprefix("fit "))
         counts = (self.devices * groups for groups in range(1, MOST_GROUPS + 1))
         return min(counts, key=lambda count: self._off(fitted, count))
 
     def host_us(self, microbatches: int) -> float | None:
         """Return the time per pass, fitted to a row's speed, that `host_fit` asks for."""
-        if "host_fit" not in self.given:
+        if "host_fit" not in self.description:
             return None
-        fitted = self._row(self.given["host_fit"])
+        fitted = self._row(self.description["host_fit"])
         times = range(0, MOST_HOST_US + 1, HOST_STEP_US)
         return min(times, key=lambda host_us: self._off(fitted, microbatches, host_us))
 
     def _off(self, row: Row, microbatches: int, host_us: float = 0.0) -> float:
         """Return how far a row's predicted speed is from the published, against the first's."""
-        first, this = (self.predict(each, microbatches, host_us) for each in (self.rows[0], row))
+        first, this = (self.predict(row, microbatches, host_us) for row in (self.rows[0], row))
         return abs(first.time_us / this.time_us - row.published / self.rows[0].published)
 
     def memory(self, predicted: Sequence[Predicted]) -> list[float]:
         """Return the memory of every row by a line through two rows' published."""
-        ends = self.given["memory_line"]
-        (low, high), at = map(self._row, ends), dict(zip(self.rows, predicted, strict=True))
+        ends = self.description["memory_line"]
+        (low, high), predicted_of_row = (
+            map(self._row, ends),
+            dict(zip(self.rows, predicted, strict=True)),
+        )
         if low.memory is None or high.memory is None:
             raise SystemExit(
-                f"evidence.py: {self.given['name']}: memory_line needs memory in {ends}"
+                f"evidence.py: {self.description['name']}: memory_line needs memory in {ends}"
             )
-        from_bytes = at[low].held_bytes
-        slope = (high.memory - low.memory) / (at[high].held_bytes - from_bytes)
-        return [low.memory + slope * (each.held_bytes - from_bytes) for each in predicted]
+        from_bytes = predicted_of_row[low].held_bytes
+        slope = (high.memory - low.memory) / (predicted_of_row[high].held_bytes - from_bytes)
+        return [
+            low.memory + slope * (prediction.held_bytes - from_bytes) for prediction in predicted
+        ]
 
     def plan(self, microbatches: int, held_bytes: float) -> Predicted | None:
         """Return the adaptive scheduler's order within this memory; None where nothing fits."""
         finest = max(self.devices * (row.chunks or 2) for row in self.rows)
-        costs = self.cut(finest, False)
+        costs = self.costs_of(finest, False)
         goal = Objective.SPAN if self.spans else Objective.MAKESPAN
         question = PlanRequest(
             AUTO, self.devices, microbatches, costs, limit=held_bytes, objective=goal
@@ -206,8 +211,8 @@ class Set:
 @cache  # a fit asks for the same ones many times
 def make(name: str, devices: int, microbatches: int, chunks: int | None) -> Schedule:
     """Return a schedule of the catalogue."""
-    named = f"{name}:{chunks}" if chunks else name
-    return plan_request(PlanRequest(named, devices, microbatches)).schedule
+    schedule_name = f"{name}:{chunks}" if chunks else name
+    return plan_request(PlanRequest(schedule_name, devices, microbatches)).schedule
 
 
 def longer(costs: Costs, pass_us: float, splits: bool) -> Costs:
@@ -220,48 +225,48 @@ def longer(costs: Costs, pass_us: float, splits: bool) -> Costs:
 
 def read_sets() -> list[Set]:
     """Return the published sets with what their costs are made from."""
-    found = []
-    for given in yaml.safe_load((EVIDENCE / "published.yaml").read_text()):
-        rows = tuple(Row(**row) for row in given["rows"])
-        if "costs_ms" in given:
-            found.append(Set(given, rows, _measured(given), None))
+    sets = []
+    for description in yaml.safe_load((EVIDENCE / "published.yaml").read_text()):
+        rows = tuple(Row(**row) for row in description["rows"])
+        if "costs_ms" in description:
+            sets.append(Set(description, rows, _measured(description), None))
             continue
-        model = given["model"]
+        model = description["model"]
         folder = CONFIGS / "models"
         model = load(folder / model, ModelFile) if isinstance(model, str) else ModelFile(**model)
-        found.append(Set(given, rows, _counted(given, model), model))
-    return found
+        sets.append(Set(description, rows, _counted(description, model), model))
+    return sets
 
 
-def _measured(given: Mapping[str, Any]) -> Callable[[int, bool], Costs]:
+def _measured(description: Mapping[str, Any]) -> Callable[[int, bool], Costs]:
     """Return the costs that a set states, of one device, cut into stages."""
-    costs = given["costs_ms"]
+    costs = description["costs_ms"]
 
-    def cut(num_stages: int, recompute: bool) -> Costs:
+    def costs_of(num_stages: int, recompute: bool) -> Costs:
         passes = (1e3 * costs[name] / 2 for name in ("forward", "backward", "weight"))
-        return Costs.uniform(given["devices"], num_stages, *passes, 1e3 * costs["send"])
+        return Costs.uniform(description["devices"], num_stages, *passes, 1e3 * costs["send"])
 
-    return cut
+    return costs_of
 
 
-def _counted(given: Mapping[str, Any], model: ModelFile) -> Callable[[int, bool], Costs]:
+def _counted(description: Mapping[str, Any], model: ModelFile) -> Callable[[int, bool], Costs]:
     """Return the costs of a model on a cluster, as the sweep has them."""
-    machine = Machine.of(load(CONFIGS / "clusters" / given["cluster"], Cluster))
+    machine = Machine.of(load(CONFIGS / "clusters" / description["cluster"], Cluster))
     subject = of_model_file(model, False, CONFIGS)
     counts = Kept(subject, machine)
 
-    def cut(num_stages: int, recompute: bool) -> Costs:
-        layout = Layout(given.get("layout", "even"))
-        sizes = (given["sequence_length"], 1, 1, 1, given["devices"], 1, 1)
-        it = Configuration("", *sizes, FULL if recompute else NONE, layout)
-        placement = looping(given["devices"], num_stages // given["devices"])
-        return counts(it).pieces.costs(layers_of_stages(it, subject, placement))
+    def costs_of(num_stages: int, recompute: bool) -> Costs:
+        layout = Layout(description.get("layout", "even"))
+        sizes = (description["sequence_length"], 1, 1, 1, description["devices"], 1, 1)
+        config = Configuration("", *sizes, FULL if recompute else NONE, layout)
+        placement = looping(description["devices"], num_stages // description["devices"])
+        return counts(config).pieces.costs(layers_of_stages(config, subject, placement))
 
-    return cut
+    return costs_of
 
 
 _NOT_KEPT: dict[str, Any] = {
-    **{each.name: 0 for each in fields(RankReport)},
+    **{field.name: 0 for field in fields(RankReport)},
     "when": {"pass": "", "place": ""},
     "graph_bytes": None,
     "chunk_dummy_bytes": (0, 0),
@@ -274,7 +279,7 @@ def _kept(ranks: Ranks | str) -> Any:
     """Return the values of a dry run that costs need."""
     if isinstance(ranks, str):
         return ranks
-    every = (each.to_json() for each in ranks)
+    every = (report.to_json() for report in ranks)
     return [{name: value for name, value in one.items() if name in _KEPT} for one in every]
 
 
@@ -287,23 +292,26 @@ class Kept(Counts):
 
     def count(self, combinations: Any, tell: Any) -> tuple[int, int]:
         """Count what is neither here nor there."""
-        known = json.loads(COUNTED.read_text()) if COUNTED.is_file() else {}
+        saved = json.loads(COUNTED.read_text()) if COUNTED.is_file() else {}
         combinations = list(combinations)
-        for it in combinations:
-            if self._name(it) in known:
-                plain = known[self._name(it)]
-                self.ranks[key_of_count(it)] = [
-                    RankReport.from_json(_NOT_KEPT | each) for each in plain
+        for config in combinations:
+            if self._name(config) in saved:
+                plain = saved[self._name(config)]
+                self.ranks[key_of_count(config)] = [
+                    RankReport.from_json(_NOT_KEPT | report) for report in plain
                 ]
-        made = super().count(combinations, tell)
-        if made[0]:
-            known |= {self._name(it): _kept(self.ranks[key_of_count(it)]) for it in combinations}
-            lines = [f"{json.dumps(key)}: {json.dumps(known[key])}" for key in sorted(known)]
+        counts = super().count(combinations, tell)
+        if counts[0]:
+            saved |= {
+                self._name(config): _kept(self.ranks[key_of_count(config)])
+                for config in combinations
+            }
+            lines = [f"{json.dumps(key)}: {json.dumps(saved[key])}" for key in sorted(saved)]
             COUNTED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-        return made
+        return counts
 
-    def _name(self, it: Configuration) -> str:
-        return f"{self.subject.name} {self.machine.gpu.name} {key_of_count(it)}"
+    def _name(self, config: Configuration) -> str:
+        return f"{self.subject.name} {self.machine.gpu.name} {key_of_count(config)}"
 
 
 # --- the page -----------------------------------------------------------------------------------
@@ -311,29 +319,29 @@ class Kept(Counts):
 
 def section(which: Set) -> Iterator[str]:
     """Yield the lines of a set's section."""
-    given, microbatches = which.given, which.microbatches()
+    description, microbatches = which.description, which.microbatches()
     facts = {
         "microbatches": microbatches,
         "host_us": which.host_us(microbatches),
         "flops": _flops_per_token(which),
     }
-    yield f"## {given['name']}\n"
-    yield wrap(f"Source: {given['source']}.") + "\n"
-    yield from (item(f"Stated: {text}.") for text in given["stated"])
-    yield from (item(f"Assumed: {text.format(**facts)}.") for text in given["assumed"])
+    yield f"## {description['name']}\n"
+    yield wrap(f"Source: {description['source']}.") + "\n"
+    yield from (item(f"Stated: {text}.") for text in description["stated"])
+    yield from (item(f"Assumed: {text.format(**facts)}.") for text in description["assumed"])
     columns = list(zip(*_columns(which, microbatches), strict=True))
     yield "\n" + table(columns)
     published = [row.published for row in which.rows]
     speeds = [-which.predict(row, microbatches).time_us for row in which.rows]
     tau = kendall_tau(speeds, published)
-    yield "\n" + wrap(f"Kendall's tau {tau:.2f}. {given['why'].format(**facts)}")
+    yield "\n" + wrap(f"Kendall's tau {tau:.2f}. {description['why'].format(**facts)}")
 
 
 def _columns(which: Set, microbatches: int) -> Iterator[list[str]]:
     """Yield the columns of a set's table, each with its head."""
-    given, first = which.given, which.rows[0]
+    description, first = which.description, which.rows[0]
     predicted = [which.predict(row, microbatches) for row in which.rows]
-    speeds = [predicted[0].time_us / each.time_us for each in predicted]
+    speeds = [predicted[0].time_us / prediction.time_us for prediction in predicted]
     published = [row.published / first.published for row in which.rows]
     yield ["schedule", *(row.name for row in which.rows)]
     yield ["published", *(f"{row.published:g}" for row in which.rows)]
@@ -345,22 +353,25 @@ def _columns(which: Set, microbatches: int) -> Iterator[list[str]]:
     host_us = which.host_us(microbatches)
     if host_us is not None:
         times = [which.predict(row, microbatches, host_us).time_us for row in which.rows]
-        yield [f"with {host_us} us more per pass", *(f"{times[0] / each:.3f}" for each in times)]
-    if "memory_line" in given:
+        yield [
+            f"with {host_us} us more per pass",
+            *(f"{times[0] / step_time:.3f}" for step_time in times),
+        ]
+    if "memory_line" in description:
         yield ["published memory", *(f"{row.memory:g}" for row in which.rows)]
-        marks = [" (fitted)" * (row.schedule in given["memory_line"]) for row in which.rows]
+        marks = [" (fitted)" * (row.schedule in description["memory_line"]) for row in which.rows]
         memory = zip(which.memory(predicted), marks, strict=True)
-        yield ["predicted memory", *(f"{each:.1f}{mark}" for each, mark in memory)]
-    if given.get("plan"):
-        plans = [which.plan(microbatches, each.held_bytes) for each in predicted]
-        speeds = [predicted[0].time_us / each.time_us if each else 0.0 for each in plans]
+        yield ["predicted memory", *(f"{figure:.1f}{mark}" for figure, mark in memory)]
+    if description.get("plan"):
+        plans = [which.plan(microbatches, prediction.held_bytes) for prediction in predicted]
+        speeds = [predicted[0].time_us / planned.time_us if planned else 0.0 for planned in plans]
         yield ["plan in its memory", *(f"{speed:.3f}" if speed else "-" for speed in speeds)]
 
 
 def _flops_per_token(which: Set) -> float:
     if which.model is None:
         return 0.0
-    length = which.given["sequence_length"]
+    length = which.description["sequence_length"]
     return of_model_file(which.model, False, CONFIGS).flops(length, 1) / length / 1e9
 
 
@@ -379,7 +390,9 @@ def grid_predictions() -> list[BestPrediction]:
     counts = Kept(loaded.subject, machine)
     predictor = Predictor(loaded.subject, machine, counts, loaded.sweep.post_validation)
     roomy = replace(predictor, headroom_bytes=-machine.gpu.memory_bytes)
-    batches = {each.sequence_length: each.global_batch_size for each in loaded.sweep.workloads}
+    batches = {
+        workload.sequence_length: workload.global_batch_size for workload in loaded.sweep.workloads
+    }
     rows = []
     for published in load_published():
         length = published.sequence_length
@@ -418,9 +431,9 @@ def grid_search() -> Iterator[str]:
     )
     head = ["sequence", "schedule", "DP TP PP microbatch", "published", "predicted", "ratio"]
     yield "\n" + table([head, *cells], text_columns=3)
-    theirs = [row.published.mfu_percent for row in rows]
+    published_mfu = [row.published.mfu_percent for row in rows]
     groups = [row.published.sequence_length for row in rows]
-    tau = kendall_tau([row.mfu_percent for row in rows], theirs, groups)
+    tau = kendall_tau([row.mfu_percent for row in rows], published_mfu, groups)
     gpu, last = Machine.of(load_sweep(GRID).cluster).gpu, rows[-1].prediction
     yield "\n" + wrap(
         f"Kendall's tau within a sequence length: {tau:.2f}. At 16384, only V-Half ran; predicted "
@@ -452,7 +465,7 @@ def trained_here() -> Iterator[str]:
 
 def rank(value: float, among: Sequence[float]) -> int:
     """Return how many are larger, and one."""
-    return 1 + sum(other > value for other in among)
+    return 1 + sum(competitor > value for competitor in among)
 
 
 def table(rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
@@ -478,8 +491,8 @@ def page() -> str:
     lines = [HEAD, *grid_search()]
     for which in read_sets():
         lines += ["", *section(which)]
-    more = [*measured_table.table(), "", *rehearsed_table.table(), "", *steps_table.table()]
-    return "\n".join([*lines, "", *more, "", *trained_here()]).rstrip() + "\n"
+    tables = [*measured_table.table(), "", *rehearsed_table.table(), "", *steps_table.table()]
+    return "\n".join([*lines, "", *tables, "", *trained_here()]).rstrip() + "\n"
 
 
 if __name__ == "__main__":

@@ -87,23 +87,25 @@ class Fit:
 def main() -> None:
     """Fit, leave out, and write."""
     rows = [row for row in published() if is_counted(row)]
-    found = fitted(rows, started(rows), rounds=25)
-    left = left_out(rows, found)
-    FITTED.write_text(written(found, rows, left))
-    for name, errors in table_of(rows, left).items():
+    fit = fitted(rows, started(rows), rounds=25)
+    ratios = left_out(rows, fit)
+    FITTED.write_text(written(fit, rows, ratios))
+    for name, errors in table_of(rows, ratios).items():
         print(f"{name}: {told(errors)}")
-    print(pairs_of(rows, left))
+    print(pairs_of(rows, ratios))
 
 
-def left_out(rows: Sequence[Row], found: Fit) -> list[float]:
+def left_out(rows: Sequence[Row], fit: Fit) -> list[float]:
     """Return predicted over measured of every row, its model on its system left out of the fit."""
-    made: dict[int, float] = {}
+    ratios: dict[int, float] = {}
     for model, gpu in sorted({(row["model"], row["gpu"]) for row in rows}):
-        others = [row for row in rows if (row["model"], row["gpu"]) != (model, gpu)]
-        at = [i for i, row in enumerate(rows) if (row["model"], row["gpu"]) == (model, gpu)]
-        logs = fitted(others, found, rounds=4).logs([rows[i] for i in at])
-        made |= zip(at, map(math.exp, logs), strict=True)
-    return [made[i] for i in range(len(rows))]
+        other_rows = [row for row in rows if (row["model"], row["gpu"]) != (model, gpu)]
+        row_indices = [
+            i for i, row in enumerate(rows) if (row["model"], row["gpu"]) == (model, gpu)
+        ]
+        logs = fitted(other_rows, fit, rounds=4).logs([rows[i] for i in row_indices])
+        ratios |= zip(row_indices, map(math.exp, logs), strict=True)
+    return [ratios[i] for i in range(len(rows))]
 
 
 def started(rows: Sequence[Row]) -> Fit:
@@ -132,23 +134,23 @@ def fitted(rows: Sequence[Row], first: Fit, rounds: int) -> Fit:
         return float(lost.sum() + (away**2).sum()), logs, away
 
     fit = first
-    least, logs, away = badness(fit)
+    least_badness, logs, away = badness(fit)
     for _ in range(rounds):
         slopes = np.stack([(_moved(fit, {n: 1e-3}).logs(rows) - logs) / 1e-3 for n in names], 1)
         counts = weights / (1 + (logs / CLIPPED) ** 2)
         square = slopes.T @ (counts[:, None] * slopes) + np.diag(pulls**2)
         uphill = slopes.T @ (counts * logs) + pulls * away
-        before = least
+        previous_badness = least_badness
         for _ in range(5):
             step = -np.linalg.solve(square + damping * np.diag(np.diag(square)), uphill)
-            tried = _moved(fit, dict(zip(names, np.clip(step, -0.5, 0.5), strict=True)))
-            bad = badness(tried)
-            if bad[0] < least:
-                fit, (least, logs, away) = tried, bad
+            moved_fit = _moved(fit, dict(zip(names, np.clip(step, -0.5, 0.5), strict=True)))
+            bad = badness(moved_fit)
+            if bad[0] < least_badness:
+                fit, (least_badness, logs, away) = moved_fit, bad
                 damping = max(damping / 3, 1e-4)
                 break
             damping *= 4
-        if before - least < 1e-4 * before:
+        if previous_badness - least_badness < 1e-4 * previous_badness:
             break
     return fit
 
@@ -196,7 +198,7 @@ def table_of(
         piped = "with a pipeline" if row["pp"] > 1 else "no pipeline"
         for name in ("all", piped, case_of(row), row["gpu"].upper()):
             groups[name].append(ratio)
-    return {name: summary(own) for name, own in groups.items()}
+    return {name: summary(errors) for name, errors in groups.items()}
 
 
 def pairs_of(rows: Sequence[Row], ratios: Sequence[float]) -> tuple[int, float, float]:
@@ -204,51 +206,53 @@ def pairs_of(rows: Sequence[Row], ratios: Sequence[float]) -> tuple[int, float, 
 
     A pair that several releases measured counts once, by its medians.
     """
-    found: dict[frozenset[tuple[object, ...]], list[tuple[float, float]]] = defaultdict(list)
-    for (one, guess), (other, second) in combinations(zip(rows, ratios, strict=True), 2):
-        kinds = sorted([_configuration(one), _configuration(other)], key=str)
-        if _same(one, other) and kinds[0] != kinds[1]:
+    deviations: dict[frozenset[tuple[object, ...]], list[tuple[float, float]]] = defaultdict(list)
+    for (one, guess), (other_row, second) in combinations(zip(rows, ratios, strict=True), 2):
+        kinds = sorted([_configuration(one), _configuration(other_row)], key=str)
+        if _same(one, other_row) and kinds[0] != kinds[1]:
             sign = 1 if kinds[0] == _configuration(one) else -1
-            measured = sign * math.log(one["step_s"] / other["step_s"])
+            measured = sign * math.log(one["step_s"] / other_row["step_s"])
             away = sign * math.log(guess / second)
-            found[frozenset(kinds)].append((measured, measured + away))
-    pairs = [tuple(map(median, zip(*each, strict=True))) for each in found.values()]
+            deviations[frozenset(kinds)].append((measured, measured + away))
+    pairs = [
+        tuple(map(median, zip(*measurements, strict=True))) for measurements in deviations.values()
+    ]
     off = [abs(predicted - measured) for measured, predicted in pairs]
     right = sum(measured * predicted > 0 for measured, predicted in pairs) / len(pairs)
     return len(off), round(100 * median(off), 1), round(100 * right)
 
 
-def _same(one: Row, other: Row) -> bool:
-    return all(one[name] == other[name] for name in ("model", "gpu", "release", "set"))
+def _same(one: Row, other_row: Row) -> bool:
+    return all(one[name] == other_row[name] for name in ("model", "gpu", "release", "set"))
 
 
 def _configuration(row: Row) -> tuple[object, ...]:
     return key_of(row), row["gpu"], row["vpp"], row["global_batch"]
 
 
-def written(found: Fit, rows: Sequence[Row], left: Sequence[float]) -> str:
+def written(fit: Fit, rows: Sequence[Row], ratios: Sequence[float]) -> str:
     """Return the text of fitted.py."""
     generations = dict.fromkeys(sorted({GPUS[row["gpu"]].capability for row in rows}))
-    own = {
+    generation_rates = {
         generation: {
-            name: _short(found.values[f"{name} {generation[0]}.{generation[1]}"]) for name in OWN
+            name: _short(fit.values[f"{name} {generation[0]}.{generation[1]}"]) for name in OWN
         }
         for generation in generations
     }
-    shared = {name: _short(found.values[name]) for name in SHARED}
-    releases = {name: _short(value) for name, value in found.releases().items()}
+    shared = {name: _short(fit.values[name]) for name in SHARED}
+    releases = {name: _short(value) for name, value in fit.releases().items()}
     name = "BY_GENERATION: dict[tuple[int, int], dict[str, float]]"
     head, _, _ = FITTED.read_text().partition(name)  # the types of the errors stay
-    lines = [head + _dict(name, own)]
+    lines = [head + _dict(name, generation_rates)]
     lines.append('"""By compute capability."""\n')
     lines.append(_dict("SHARED: dict[str, float]", shared))
     lines.append(_dict("RELEASES: dict[str, float]", releases))
     lines.append('"""Step time relative to NeMo 26.04, by release of the image."""\n')
-    table = table_of(rows, left)
+    table = table_of(rows, ratios)
     text = "".join(f"    {name!r}: Errors{table[name]},\n" for name in sorted(table))
     lines.append("LEFT_OUT: dict[str, Errors] = {\n" + text.replace("'", '"') + "}")
     lines.append('"""By case, and by system."""\n')
-    lines.append(f"PAIRS = Pairs{pairs_of(rows, left)}")
+    lines.append(f"PAIRS = Pairs{pairs_of(rows, ratios)}")
     return "\n".join(lines) + "\n"
 
 
@@ -257,13 +261,13 @@ def _short(value: float) -> float:
 
 
 def _dict(name: str, values: Mapping[object, object]) -> str:
-    text = "".join(f"    {_quoted(key)}: {_value(each)},\n" for key, each in values.items())
+    text = "".join(f"    {_quoted(key)}: {_value(number)},\n" for key, number in values.items())
     return f"{name} = {{\n{text}}}"
 
 
 def _value(value: object) -> str:
     if isinstance(value, dict):
-        inner = "".join(f"        {_quoted(key)}: {each},\n" for key, each in value.items())
+        inner = "".join(f"        {_quoted(key)}: {number},\n" for key, number in value.items())
         return f"{{\n{inner}    }}"
     return str(value)
 

@@ -40,40 +40,51 @@ def families(devices: int, microbatches: int, steps: int | None) -> dict[str, Pl
 
 def drawn(devices: int, microbatches: int, steps: int | None, folder: Path) -> list[list[str]]:
     """Draw one picture; return its rows."""
-    asked = families(devices, microbatches, steps)
+    requests = families(devices, microbatches, steps)
     limits = [2 * devices * share for share in SHARES]
-    found = {name: frontier(each, limits) for name, each in asked.items()}
-    at = {
-        limit: [each for own in found.values() for each in own if each.limit == limit]
+    points_by_family = {name: frontier(request, limits) for name, request in requests.items()}
+    points_by_limit = {
+        limit: [
+            point
+            for family_points in points_by_family.values()
+            for point in family_points
+            if point.limit == limit
+        ]
         for limit in limits
     }
-    best = [min(each, key=_value) for each in at.values() if each]
+    best = [
+        min(limit_points, key=_value) for limit_points in points_by_limit.values() if limit_points
+    ]
     label, scale = "memory limit, share of what 1F1B holds", 1 / (2 * devices)
-    others = list(published_points(asked["order alone"]))
-    figure = frontier_figure(best, others, label, scale)
-    fastest = min(each.value for each in (*best, *others))
-    for name, points in found.items():
-        memory = [each.limit * scale for each in points]
-        slower = [100 * (each.value / fastest - 1) for each in points]
+    published = list(published_points(requests["order alone"]))
+    figure = frontier_figure(best, published, label, scale)
+    fastest = min(point.value for point in (*best, *published))
+    for name, points in points_by_family.items():
+        memory = [point.limit * scale for point in points]
+        slower = [100 * (point.value / fastest - 1) for point in points]
         figure.axes[0].plot(memory, slower, drawstyle="steps-post", label=name)
     figure.legends.clear()
     figure.legend(frameon=False, fontsize=7, loc="outside right upper")
     save(figure, folder / f"long-frontier-{microbatches}.svg")
-    costs = replace(asked["order alone"].full_costs(), host_us=0.0)
-    own = costs.busy_us(looping(devices, costs.num_stages // devices), devices, microbatches)
+    costs = replace(requests["order alone"].full_costs(), host_us=0.0)
+    work_us = costs.busy_us(looping(devices, costs.num_stages // devices), devices, microbatches)
     return [
-        [str(microbatches), f"{limit * scale:.3f}", *(_cell(each, limit, own) for each in rows)]
+        [
+            str(microbatches),
+            f"{limit * scale:.3f}",
+            *(_cell(family_points, limit, work_us) for family_points in rows),
+        ]
         for limit in limits
-        for rows in [[*list(found.values())[:-1], best]]
+        for rows in [[*list(points_by_family.values())[:-1], best]]
     ]
 
 
 def _cell(points: Sequence[Point], limit: float, work: float) -> str:
     """Return how much longer than the work the plan at a limit takes, and its slices."""
-    at = next((point for point in points if point.limit == limit), None)
-    if at is None:
+    point_at_limit = next((point for point in points if point.limit == limit), None)
+    if point_at_limit is None:
         return "-"
-    over, slices = 100 * (at.value / work - 1), at.schedule.slices
+    over, slices = 100 * (point_at_limit.value / work - 1), point_at_limit.schedule.slices
     return f"{over:.1f}" + (f" ({slices})" if slices > 1 else "")
 
 

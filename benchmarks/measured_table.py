@@ -68,9 +68,9 @@ Rank = Mapping[str, Any]
 
 def table() -> list[str]:
     """Return the lines of the section."""
-    found = json.loads(FILE.read_text())
-    ranks = found["ranks"]
-    lines = [HEAD, f"{found['about']['versions']}.", "", *_summary(ranks), ""]
+    measurements = json.loads(FILE.read_text())
+    ranks = measurements["ranks"]
+    lines = [HEAD, f"{measurements['about']['versions']}.", "", *_summary(ranks), ""]
     experts = json.loads(EXPERTS.read_text())["ranks"]
     later = [LATER, *_memory(experts), "", _permutation(experts)]
     return [*lines, *_memory(ranks), PASSES, *_passes(ranks), *later]
@@ -79,9 +79,9 @@ def table() -> list[str]:
 def _permutation(ranks: Sequence[Rank]) -> str:
     """Compare the whole backward with and without --moe-permute-fusion."""
     plain, fused = (
-        next(pair for pair in _pairs(each) if pair[0]["kind"] == "BW") for each in ranks[:2]
+        next(pair for pair in _pairs(rank) if pair[0]["kind"] == "BW") for rank in ranks[:2]
     )
-    measured, estimated = (plain[at]["ms"] / fused[at]["ms"] - 1 for at in (0, 1))
+    measured, estimated = (plain[index]["ms"] / fused[index]["ms"] - 1 for index in (0, 1))
     return (
         f"Without `--moe-permute-fusion`, a whole backward takes {plain[0]['ms']:.1f} ms, "
         f"{measured:.1%} more than with it (estimated: {plain[1]['ms']:.1f} ms and "
@@ -95,32 +95,39 @@ def _off(rank: Rank, what: str) -> float:
 
 
 def _summary(ranks: Sequence[Rank]) -> Iterator[str]:
-    peaks, held = ([_off(each, f"{what}_bytes") for each in ranks] for what in ("peak", "held"))
-    adds = [_added(each) for each in ranks]
+    peaks, state_errors = (
+        [_off(rank, f"{what}_bytes") for rank in ranks] for what in ("peak", "held")
+    )
+    adds = [_added(rank) for rank in ranks]
     passes = sum(number for number, _ in adds)
-    others = f"; the others are within {max(map(abs, peaks)):.2%}" if any(peaks) else ""
+    suffix = f"; the others are within {max(map(abs, peaks)):.2%}" if any(peaks) else ""
     yield (
         f"Of {len(ranks)} ranks, the estimate equals the measured memory between steps to the byte "
-        f"in {held.count(0.0)}, and the peak in {peaks.count(0.0)}{others}. The memory that a pass "
-        f"adds is equal in {passes - sum(wrong for _, wrong in adds)} of {passes} kinds of pass "
-        "and chunk."
+        f"in {state_errors.count(0.0)}, and the peak in {peaks.count(0.0)}{suffix}. "
+        f"The memory that a pass adds is equal in {passes - sum(wrong for _, wrong in adds)} "
+        f"of {passes} kinds of pass and chunk."
     )
 
 
 def _added(rank: Rank) -> tuple[int, int]:
     """Return how many kinds of pass were measured and rehearsed, and how many differ."""
     pairs = list(_pairs(rank))
-    return len(pairs), sum(mine["adds_bytes"] != other["adds_bytes"] for mine, other in pairs)
+    return len(pairs), sum(
+        mine["adds_bytes"] != estimated["adds_bytes"] for mine, estimated in pairs
+    )
 
 
 def _pairs(rank: Rank) -> Iterator[tuple[Rank, Rank]]:
     """Yield measured and rehearsed kinds; a rehearsal calls Megatron's whole backward B."""
-    measured = {(each["kind"], each["chunk"]): each for each in rank["kinds"]}
+    measured = {
+        (measured_kind["kind"], measured_kind["chunk"]): measured_kind
+        for measured_kind in rank["kinds"]
+    }
     splits = any(kind == "B" for kind, _ in measured)
-    for each in rank["rehearsed"]["kinds"]:
-        kind = "BW" if each["kind"] == "B" and not splits else each["kind"]
-        if (kind, each["chunk"]) in measured:
-            yield measured[kind, each["chunk"]], each
+    for rehearsed in rank["rehearsed"]["kinds"]:
+        kind = "BW" if rehearsed["kind"] == "B" and not splits else rehearsed["kind"]
+        if (kind, rehearsed["chunk"]) in measured:
+            yield measured[kind, rehearsed["chunk"]], rehearsed
 
 
 def _memory(ranks: Sequence[Rank]) -> Iterator[str]:
@@ -129,16 +136,16 @@ def _memory(ranks: Sequence[Rank]) -> Iterator[str]:
         "reserved GiB, measured | estimated | error |"
     )
     yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
-    for each in ranks:
-        sizes = (each["peak_bytes"], each["rehearsed"]["peak_bytes"])
+    for rank in ranks:
+        sizes = (rank["peak_bytes"], rank["rehearsed"]["peak_bytes"])
         peak, rehearsed = (f"{size / GIB:.3f}" for size in sizes)
-        bytes_off = each["rehearsed"]["held_bytes"] - each["held_bytes"]
-        sizes = (each["reserved_bytes"], each["rehearsed"]["reserved_bytes"])
+        bytes_off = rank["rehearsed"]["held_bytes"] - rank["held_bytes"]
+        sizes = (rank["reserved_bytes"], rank["rehearsed"]["reserved_bytes"])
         reserved, replayed = (f"{size / GIB:.3f}" for size in sizes)
         yield (
-            f"| {each['name']} | {each['rank']} | {peak} | {rehearsed} | "
-            f"{_off(each, 'peak_bytes'):+.2%} | {each['held_bytes'] / GIB:.3f} | {bytes_off} | "
-            f"{reserved} | {replayed} | {_off(each, 'reserved_bytes'):+.2%} |"
+            f"| {rank['name']} | {rank['rank']} | {peak} | {rehearsed} | "
+            f"{_off(rank, 'peak_bytes'):+.2%} | {rank['held_bytes'] / GIB:.3f} | {bytes_off} | "
+            f"{reserved} | {replayed} | {_off(rank, 'reserved_bytes'):+.2%} |"
         )
 
 
@@ -149,7 +156,9 @@ def _passes(ranks: Sequence[Rank]) -> Iterator[str]:
     for rank in ranks:
         if not rank["timed"]:
             continue
-        pairs = {(mine["chunk"], mine["kind"]): (mine, other) for mine, other in _pairs(rank)}
+        pairs = {
+            (mine["chunk"], mine["kind"]): (mine, estimated) for mine, estimated in _pairs(rank)
+        }
         for chunk in sorted({chunk for chunk, _ in pairs}):
             times = {kind: pairs[chunk, kind] for kind in KINDS if (chunk, kind) in pairs}
             cells = [
@@ -160,21 +169,22 @@ def _passes(ranks: Sequence[Rank]) -> Iterator[str]:
             if len(times) == len(KINDS):
                 ms = {kind: float(mine["ms"]) for kind, (mine, _) in times.items()}
                 ratio = f"{(ms['B'] + ms['W']) / ms['BW']:.3f}"
-            for kind, (mine, other) in times.items():
-                ratios.setdefault(kind, []).append(other["ms"] / mine["ms"])
+            for kind, (mine, estimated) in times.items():
+                ratios.setdefault(kind, []).append(estimated["ms"] / mine["ms"])
             yield f"| {rank['name']} | {rank['rank']} | {chunk} | {' | '.join(cells)} | {ratio} |"
-    told = ", ".join(f"{kind} {median(ratios[kind]):.2f}" for kind in KINDS)
-    first, ours = (_microbatch_ms(ranks, f"70B {name}") for name in ("1f1b", "v-half"))
+    median_ratios = ", ".join(f"{kind} {median(ratios[kind]):.2f}" for kind in KINDS)
+    first, v_half_ms = (_microbatch_ms(ranks, f"70B {name}") for name in ("1f1b", "v-half"))
     yield ""
     yield (
-        f"Estimated / measured, median: {told}. All passes of a microbatch on rank 0 of the 70B "
-        f"model: {first:.1f} ms with 1F1B, {ours:.1f} ms with V-Half."
+        f"Estimated / measured, median: {median_ratios}. "
+        "All passes of a microbatch on rank 0 of the 70B "
+        f"model: {first:.1f} ms with 1F1B, {v_half_ms:.1f} ms with V-Half."
     )
 
 
 def _microbatch_ms(ranks: Sequence[Rank], name: str) -> float:
     """Return what the passes of a microbatch take on rank 0, all chunks together."""
-    (kinds,) = (each["kinds"] for each in ranks if each["name"] == name and not each["rank"])
-    forwards = sum(each["number"] for each in kinds if each["kind"] == "F")
-    chunks = len({each["chunk"] for each in kinds})
-    return float(sum(each["number"] * each["ms"] for each in kinds) * chunks / forwards)
+    (kinds,) = (rank["kinds"] for rank in ranks if rank["name"] == name and not rank["rank"])
+    forwards = sum(kind["number"] for kind in kinds if kind["kind"] == "F")
+    chunks = len({kind["chunk"] for kind in kinds})
+    return float(sum(kind["number"] * kind["ms"] for kind in kinds) * chunks / forwards)

@@ -98,9 +98,9 @@ def split(model: Model) -> Case:
     schedule = make("v-half", model.devices, model.microbatches)
     even = model.pieces.costs(model.even(v_shape(model.devices)))
     layers, _ = lighter_layers(schedule, even)
-    told = ",".join(map(str, layers))
-    flags = ["--pipeline-schedule", "v-half", "--pipeline-layer-split", told]
-    return Case(f"v-half, layers {told}", flags, schedule, model.pieces.costs(layers))
+    layer_split = ",".join(map(str, layers))
+    flags = ["--pipeline-schedule", "v-half", "--pipeline-layer-split", layer_split]
+    return Case(f"v-half, layers {layer_split}", flags, schedule, model.pieces.costs(layers))
 
 
 def predicting(model: Model) -> Case:
@@ -182,9 +182,9 @@ def counted(options: argparse.Namespace) -> Costs:
     """Return the costs of the stages; inner ranks, which are alike, are counted as one."""
     file = options.folder / "costs.json"
     if not file.exists():
-        own = ["--megatron", options.megatron, "--te", options.te, "--gpus", options.gpus]
-        own += ["--costs", file, "--ranks", "first,1,last", "--jobs", options.jobs]
-        program = [sys.executable, "-m", "megatron_vshape", "rehearse", *map(str, own)]
+        arguments = ["--megatron", options.megatron, "--te", options.te, "--gpus", options.gpus]
+        arguments += ["--costs", file, "--ranks", "first,1,last", "--jobs", options.jobs]
+        program = [sys.executable, "-m", "megatron_vshape", "rehearse", *map(str, arguments)]
         subprocess.run([*program, "--", *options.command], check=True, stdout=subprocess.DEVNULL)
     return Costs.load(file)
 
@@ -210,18 +210,20 @@ def rehearse(
             plan.write_text(case.schedule.to_json())
             flags = [*flags, "--pipeline-schedule", str(plan)]
         command = read_command([*options.command, *flags])
-        asked = DryRunConfig.of(command, GPUS["h100"], options.megatron, options.te, options.jobs)
-        left = [each for each in stages if not made(options.folder, key, each).exists()]
-        jobs += [asked.job(command, sizes, each, key) for each in left]
-    for found in rehearse_all(asked.programs, jobs) if jobs else ():
-        if isinstance(found, FailedRank):
-            print(f"{found.name}: {found.error}", file=sys.stderr, flush=True)
+        config = DryRunConfig.of(command, GPUS["h100"], options.megatron, options.te, options.jobs)
+        missing_stages = [
+            stage for stage in stages if not report_file(options.folder, key, stage).exists()
+        ]
+        jobs += [config.job(command, sizes, stage, key) for stage in missing_stages]
+    for report in rehearse_all(config.programs, jobs) if jobs else ():
+        if isinstance(report, FailedRank):
+            print(f"{report.name}: {report.error}", file=sys.stderr, flush=True)
         else:
-            file = made(options.folder, found.name, found.stage)
-            file.write_text(json.dumps(found.to_json()))
+            file = report_file(options.folder, report.name, report.stage)
+            file.write_text(json.dumps(report.to_json()))
 
 
-def made(folder: Path, key: str, stage: int) -> Path:
+def report_file(folder: Path, key: str, stage: int) -> Path:
     """Return the file of what a rank was found to need."""
     return folder / f"{key}-{stage}.json"
 
@@ -231,12 +233,12 @@ def print_case(folder: Path, key: str, case: Case, stages: Sequence[int]) -> Non
     run = fuse(simulate(case.schedule, case.costs))
     planned, cells, off = peak_held(run, case.costs), [], []
     for stage in stages:
-        file, told = made(folder, key, stage), "-"
+        file, rehearsed_gib = report_file(folder, key, stage), "-"
         if file.exists():
             there = json.loads(file.read_text())["peak_bytes"]
             off.append(planned[stage] / there - 1)
-            told = f"{there / GIB:.2f}"
-        cells.append(f"  {stage}: {planned[stage] / GIB:.2f} / {told}")
+            rehearsed_gib = f"{there / GIB:.2f}"
+        cells.append(f"  {stage}: {planned[stage] / GIB:.2f} / {rehearsed_gib}")
     worst = f"  {100 * max(off, key=abs):+.1f} %" if off else ""
     print(f"{case.name:30}{''.join(cells)}{worst}", flush=True)
 

@@ -66,10 +66,10 @@ def trace(folder: Path) -> list[dict[str, object]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(RANKS), *script, "--tensorboard-dir", str(folder / "board")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     written = folder / "torch_profile" / "rank-0.json.gz"
-    if done.returncode or not written.exists():
-        raise SystemExit(f"profile_picture.py: the run failed:\n{done.stderr[-3000:]}")
+    if process.returncode or not written.exists():
+        raise SystemExit(f"profile_picture.py: the run failed:\n{process.stderr[-3000:]}")
     with gzip.open(written, "rt") as stream:
         events: list[dict[str, object]] = json.load(stream)["traceEvents"]
     return events
@@ -77,29 +77,29 @@ def trace(folder: Path) -> list[dict[str, object]]:
 
 def spans(events: Sequence[dict[str, object]]) -> list[Span]:
     """Return what the rows show: labels, and the operations that no other encloses."""
-    found: list[Span] = []
+    all_spans: list[Span] = []
     for event in events:
         name, kind = str(event["name"]), event.get("cat")
         is_label = PASS.fullmatch(name) or name.startswith(("wait ", "job "))
         if event.get("ph") == "X" and (is_label or kind == "cpu_op"):
             row = 2 if not is_label else 1 if name.startswith("job ") else 0
             start = float(str(event["ts"])) / 1e3
-            found.append(Span(name, start, start + float(str(event["dur"])) / 1e3, row))
-    labels = [each for each in found if each.row < 2]
-    first, last = min(each.start for each in labels), max(each.end for each in labels)
-    inside = [each for each in found if first <= each.start and each.end <= last]
-    moved = [each._replace(start=each.start - first, end=each.end - first) for each in inside]
+            all_spans.append(Span(name, start, start + float(str(event["dur"])) / 1e3, row))
+    labels = [span for span in all_spans if span.row < 2]
+    first, last = min(label.start for label in labels), max(label.end for label in labels)
+    inside = [span for span in all_spans if first <= span.start and span.end <= last]
+    moved = [span._replace(start=span.start - first, end=span.end - first) for span in inside]
     moved.sort(key=lambda span: (span.start, -span.end))
-    return [each for each in moved if each.row < 2] + _outermost(moved)
+    return [span for span in moved if span.row < 2] + _outermost(moved)
 
 
-def _outermost(found: Sequence[Span]) -> list[Span]:
+def _outermost(spans: Sequence[Span]) -> list[Span]:
     """Return the operations, of spans in order, that are part of no other one."""
-    kept: list[Span] = []
-    for each in found:
-        if each.row == 2 and (not kept or each.start >= kept[-1].end):
-            kept.append(each)
-    return kept
+    outermost: list[Span] = []
+    for span in spans:
+        if span.row == 2 and (not outermost or span.start >= outermost[-1].end):
+            outermost.append(span)
+    return outermost
 
 
 def colour(span: Span) -> str:
@@ -118,14 +118,14 @@ def draw(axes: Axes, shown: Sequence[Span], begin: float, end: float, num_rows: 
     for span in shown:
         if span.row >= num_rows or span.end <= begin or span.start >= end:
             continue
-        left, right = max(span.start, begin), min(span.end, end)
+        begin_ms, end_ms = max(span.start, begin), min(span.end, end)
         fill = colour(span)
-        axes.barh(span.row, right - left, left=left, height=0.86, color=fill, linewidth=0)
+        axes.barh(span.row, end_ms - begin_ms, left=begin_ms, height=0.86, color=fill, linewidth=0)
         names = (span.name, span.name.rpartition(".")[2]) if span.row == 1 else (span.name,)
-        room = (right - left) / (end - begin) / LEAST_TEXT
+        room = (end_ms - begin_ms) / (end - begin) / LEAST_TEXT
         text = next((name for name in names if len(name) < room), "") if span.row < 2 else ""
         look = {"ha": "center", "va": "center", "clip_on": True, "fontsize": 6}
-        axes.text((left + right) / 2, span.row, text, color=ink(fill), **look)
+        axes.text((begin_ms + end_ms) / 2, span.row, text, color=ink(fill), **look)
     axes.set_xlim(begin, end)
     axes.set_ylim(num_rows - 0.5, -0.5)
     axes.set_yticks(range(num_rows), ROWS[:num_rows])
@@ -138,9 +138,9 @@ def picture(shown: Sequence[Span]) -> Figure:
     """Return the figure: the whole step, and below it the first W with what is around it."""
     figure = Figure(figsize=(9, 2.9), layout="constrained")
     FigureCanvasAgg(figure)
-    whole, part = figure.subplots(2, 1, height_ratios=(1, 3))
-    draw(whole, shown, 0.0, max(each.end for each in shown), 1)
-    first = next(each for each in shown if each.row == 0 and each.name.startswith("W"))
+    full_axes, part = figure.subplots(2, 1, height_ratios=(1, 3))
+    draw(full_axes, shown, 0.0, max(span.end for span in shown), 1)
+    first = next(span for span in shown if span.row == 0 and span.name.startswith("W"))
     margin = MARGIN * (first.end - first.start)
     draw(part, shown, first.start - margin, first.end + margin, len(ROWS))
     part.set_xlabel("ms from the first pass of the step, rank 0", fontsize=7)

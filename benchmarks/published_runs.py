@@ -41,16 +41,16 @@ def published() -> tuple[Row, ...]:
         return tuple(map(_typed, csv.DictReader(stream)))
 
 
-def _typed(given: Mapping[str, str]) -> Row:
-    numbers = {name: int(given[name]) for name in NUMBERS}
-    return {**given, **numbers, "step_s": float(given["step_s"])}
+def _typed(columns: Mapping[str, str]) -> Row:
+    numbers = {name: int(columns[name]) for name in NUMBERS}
+    return {**columns, **numbers, "step_s": float(columns["step_s"])}
 
 
 @cache
 def models() -> Row:
     """Return the flags of models and runs."""
-    found: Row = yaml.safe_load((EVIDENCE / "models.yaml").read_text())
-    return found
+    models: Row = yaml.safe_load((EVIDENCE / "models.yaml").read_text())
+    return models
 
 
 def key_of(row: Row) -> str:
@@ -67,17 +67,17 @@ def stages_of(pp: int) -> list[int]:
 
 def layers_of(row: Row) -> list[int]:
     """Return how many layers the ranks have."""
-    given = models()
-    if row["model"] in given["layers"]:
-        return list(given["layers"][row["model"]][row["pp"]])
-    words = given["models"][row["model"]].split()
+    known_models = models()
+    if row["model"] in known_models["layers"]:
+        return list(known_models["layers"][row["model"]][row["pp"]])
+    words = known_models["models"][row["model"]].split()
     total = int(words[words.index("--num-layers") + 1])
-    ends = 2 if row["model"] in given["ends_are_layers"] and row["pp"] > 1 else 0
-    each, rest = divmod(total + ends, row["pp"])
-    made = [each + (rank < rest) for rank in range(row["pp"])]
-    made[0] -= ends // 2
-    made[-1] -= ends // 2
-    return made
+    ends = 2 if row["model"] in known_models["ends_are_layers"] and row["pp"] > 1 else 0
+    layers_per_rank, remainder = divmod(total + ends, row["pp"])
+    layers = [layers_per_rank + (rank < remainder) for rank in range(row["pp"])]
+    layers[0] -= ends // 2
+    layers[-1] -= ends // 2
+    return layers
 
 
 def _rules_of(row: Row) -> Iterator[Row]:
@@ -88,8 +88,8 @@ def _rules_of(row: Row) -> Iterator[Row]:
 
 def flags_of(row: Row, layers: int) -> list[str]:
     """Return the run's flags with so many layers a rank, and without virtual stages."""
-    given = models()
-    text = f"{given['every']} {given['models'][row['model']]}"
+    known_models = models()
+    text = f"{known_models['every']} {known_models['models'][row['model']]}"
     for rule in _rules_of(row):
         text += " " + rule.get("flags", "")
     text = re.sub(r"--num-layers \d+", f"--num-layers {layers * row['pp']}", text)
@@ -103,7 +103,7 @@ def flags_of(row: Row, layers: int) -> list[str]:
         "--context-parallel-size": row["cp"],
         "--expert-model-parallel-size": row["ep"],
     }
-    words = shlex.split(text) + [str(each) for pair in many.items() for each in pair]
+    words = shlex.split(text) + [str(word) for pair in many.items() for word in pair]
     if "--num-experts" in text:
         words += ["--expert-tensor-parallel-size", "1"]
     return words + (["--sequence-parallel"] if row["tp"] > 1 else [])
@@ -112,8 +112,8 @@ def flags_of(row: Row, layers: int) -> list[str]:
 @cache
 def counted() -> Row:
     """Return what was counted, by the rows' keys."""
-    found: Row = json.loads(COUNTED.read_text()) if COUNTED.is_file() else {}
-    return found
+    counts: Row = json.loads(COUNTED.read_text()) if COUNTED.is_file() else {}
+    return counts
 
 
 def predicted(
@@ -122,8 +122,10 @@ def predicted(
     """Estimate the step of the slowest counted rank by part, and `step_s`."""
     gpu = GPUS[row["gpu"]]
     scale = _scale(row)
-    found = [step_time(work_of(row, stage), gpu, scale, rates) for stage in stages_of(row["pp"])]
-    slowest = max(found, key=lambda parts: parts["step_s"])
+    stage_times = [
+        step_time(work_of(row, stage), gpu, scale, rates) for stage in stages_of(row["pp"])
+    ]
+    slowest = max(stage_times, key=lambda parts: parts["step_s"])
     factor = releases.get(release_of(row), 1.0)
     return {name: seconds * factor for name, seconds in slowest.items()}
 
@@ -155,8 +157,8 @@ def case_of(row: Row) -> str:
 
 def is_counted(row: Row) -> bool:
     """Return whether there is something to predict the row from."""
-    found = counted().get(key_of(row), {"": {"error": ""}})
-    return not any("error" in each for each in found.values())
+    counts = counted().get(key_of(row), {"": {"error": ""}})
+    return not any("error" in count for count in counts.values())
 
 
 _works: dict[tuple[str, int, int], Work] = {}
@@ -167,8 +169,8 @@ def work_of(row: Row, stage: int) -> Work:
     layers = layers_of(row)[stage]
     key = key_of(row), stage, layers
     if key not in _works:
-        found = counted()[key[0]]
-        one, two = (_plain(found[f"{stage}/{number}"]) for number in LAYERS)
+        counts = counted()[key[0]]
+        one, two = (_plain(counts[f"{stage}/{number}"]) for number in LAYERS)
         sums = {name: one.get(name, 0.0) for name in {*one, *two}}
         for name in sums:
             sums[name] += (layers - 1) * (two.get(name, 0.0) - one.get(name, 0.0))
@@ -178,16 +180,16 @@ def work_of(row: Row, stage: int) -> Work:
 
 def _plain(work: Mapping[str, Any]) -> dict[Any, float]:
     """Return every count by a name."""
-    made: dict[Any, float] = {
+    amounts: dict[Any, float] = {
         name: work[name] for name in ("bytes_moved", "optimizer_bytes", "kernels")
     }
-    made |= {("attention", name): flops for name, flops in work["attention_flops"].items()}
-    made |= {("product", *each[:5]): each[5] for each in work["products"]}
-    for each in work["exchanges"]:
-        key = each["kind"], each["group"], each["ranks"], each["span"]
-        made["number", *key] = each["number"]
-        made["bytes", *key] = each["bytes"]
-    return made
+    amounts |= {("attention", name): flops for name, flops in work["attention_flops"].items()}
+    amounts |= {("product", *shape[:5]): shape[5] for shape in work["products"]}
+    for exchange in work["exchanges"]:
+        key = exchange["kind"], exchange["group"], exchange["ranks"], exchange["span"]
+        amounts["number", *key] = exchange["number"]
+        amounts["bytes", *key] = exchange["bytes"]
+    return amounts
 
 
 def _work(sums: Mapping[Any, float]) -> Work:

@@ -42,43 +42,43 @@ FLAGS = f"""
 
 def with_copies(share: float) -> Schedule:
     """Return an interleaved 1F1B that copies this share of what each device's F leave behind."""
-    whole = make("interleaved-1f1b", RANKS, MICROBATCHES, num_chunks=CHUNKS)
-    rows = tuple(tuple(_copied(row, share)) for row in whole.order)
-    schedule = replace(whole, name=f"{share:.0%} of chunks copied", order=rows)
+    base = make("interleaved-1f1b", RANKS, MICROBATCHES, num_chunks=CHUNKS)
+    rows = tuple(tuple(_copied(row, share)) for row in base.order)
+    schedule = replace(base, name=f"{share:.0%} of chunks copied", order=rows)
     verify(schedule)
     return schedule
 
 
 def _copied(row: tuple[Pass, ...], share: float) -> Iterator[Pass]:
-    backward = {work[1:]: at for at, work in enumerate(row) if work.kind == "BW"}
-    before: dict[int, list[Pass]] = {}
-    after: dict[int, list[Pass]] = {}
+    backward = {work[1:]: index for index, work in enumerate(row) if work.kind == "BW"}
+    passes_before: dict[int, list[Pass]] = {}
+    passes_after: dict[int, list[Pass]] = {}
     due = 0.0
-    for at, work in enumerate(row):
+    for index, work in enumerate(row):
         if work.kind != "F":
             continue
         due += share
         back = backward[work[1:]]
-        if due > 1 - 1e-9 and back - at >= SOON:
+        if due > 1 - 1e-9 and back - index >= SOON:
             due -= 1
             out, let_go, room, home = (Pass(kind, *work[1:]) for kind in OFFLOAD)
-            after.setdefault(at, []).append(out)
-            after.setdefault(at + 1, []).append(let_go)
-            before.setdefault(back - 1, []).extend((room, home))
-    for at, work in enumerate(row):
-        yield from (*before.get(at, ()), work, *after.get(at, ()))
+            passes_after.setdefault(index, []).append(out)
+            passes_after.setdefault(index + 1, []).append(let_go)
+            passes_before.setdefault(back - 1, []).extend((room, home))
+    for index, work in enumerate(row):
+        yield from (*passes_before.get(index, ()), work, *passes_after.get(index, ()))
 
 
 def peak_bytes(share: float, megatron: Path, te: Path) -> int:
     """Return the peak of the first rank of the pipeline, whose is the largest."""
     with tempfile.TemporaryDirectory() as folder:
-        plan, found = Path(folder, "plan.json"), Path(folder, "found.json")
+        plan, report = Path(folder, "plan.json"), Path(folder, "found.json")
         plan.write_text(with_copies(share).to_json())
         command = [sys.executable, "-m", "megatron_vshape", "rehearse", "--alone", "--gpu", "h800"]
-        command += ["--gpus", "256", "--ranks", "first", "--json", str(found)]
+        command += ["--gpus", "256", "--ranks", "first", "--json", str(report)]
         command += ["--megatron", str(megatron), "--te", str(te), "--", "pretrain_gpt.py", *FLAGS]
         subprocess.run([*command, "--pipeline-schedule", str(plan)], check=True)
-        return int(json.loads(found.read_text())["ranks"][0]["peak_bytes"])
+        return int(json.loads(report.read_text())["ranks"][0]["peak_bytes"])
 
 
 def main() -> None:

@@ -92,19 +92,21 @@ def main() -> None:
     options = parser.parse_args()
     there = known()
     rows = {f"{row['case']} {row['platform']}": row for row in _rows(options.rows)}
-    left = {name: row for name, row in rows.items() if name not in there and options.only in name}
+    missing = {
+        name: row for name, row in rows.items() if name not in there and options.only in name
+    }
     jobs = []
-    for name, row in left.items():
+    for name, row in missing.items():
         try:
             jobs.append(job_of(row, options.megatron))
         except ScheduleError as error:
             there[name] = record(row, str(error))
-    waiting = {name: record(row, NOT_YET) for name, row in rows.items()}
-    for found in rehearse_all(Programs(options.megatron, options.te, options.jobs), jobs):
-        result = found.error if isinstance(found, FailedRank) else found
-        there[found.name] = record(rows[found.name], result)
-        write(waiting | there)
-    write(waiting | there)
+    pending = {name: record(row, NOT_YET) for name, row in rows.items()}
+    for report in rehearse_all(Programs(options.megatron, options.te, options.jobs), jobs):
+        result = report.error if isinstance(report, FailedRank) else report
+        there[report.name] = record(rows[report.name], result)
+        write(pending | there)
+    write(pending | there)
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -175,7 +177,7 @@ def job_of(row: dict[str, Any], megatron: Path) -> dict[str, Any]:
     }
 
 
-def record(row: dict[str, Any], found: RankReport | str) -> dict[str, str]:
+def record(row: dict[str, Any], outcome: RankReport | str) -> dict[str, str]:
     """Return the row of the file: bytes and seconds, or the error."""
     gpus, known_from = gpus_of(row)
     values: dict[str, Any] = {
@@ -186,15 +188,15 @@ def record(row: dict[str, Any], found: RankReport | str) -> dict[str, str]:
         "measured_peak": round(row["peak_bytes"]),
         "measured_held": round(row["held_bytes"]),
         "measured_s": row["step_s"],
-        "error": found if isinstance(found, str) else "",
+        "error": outcome if isinstance(outcome, str) else "",
     }
-    if isinstance(found, RankReport):
+    if isinstance(outcome, RankReport):
         values |= {
-            "rehearsed_peak": found.peak_bytes,
-            "rehearsed_held": found.held_bytes,
-            "counted_s": round(found.time["step_s"], 4),
-            "process_s": found.seconds,
-            "host_mib": found.host_bytes >> 20,
+            "rehearsed_peak": outcome.peak_bytes,
+            "rehearsed_held": outcome.held_bytes,
+            "counted_s": round(outcome.time["step_s"], 4),
+            "process_s": outcome.seconds,
+            "host_mib": outcome.host_bytes >> 20,
         }
     return {name: str(values.get(name, "")) for name in COLUMNS}
 

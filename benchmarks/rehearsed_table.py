@@ -91,20 +91,21 @@ def _tenth(values: Sequence[float]) -> float:
 def _summary(rows: Sequence[Row], ran: Sequence[Row]) -> Iterator[str]:
     large = [row for row in ran if int(row["measured_peak"]) >= LARGE]
     peaks = [abs(_off(row, "peak")) for row in large]
-    held = [abs(_off(row, "held")) for row in large if row["gpus_from"] != "fitted"]
+    state_errors = [abs(_off(row, "held")) for row in large if row["gpus_from"] != "fitted"]
     times = [float(row["process_s"]) for row in ran]
     yield (
         f"{len(ran)} of {len(rows)} rows run. For the {len(large)} rows with a peak of at least "
         f"1 GiB, the median error of the peak is {median(peaks):.2%}, and 90% are within "
-        f"{_tenth(peaks):.1%}. For the states, with a published number of GPUs: {median(held):.2%} "
-        f"and {_tenth(held):.1%}. A rank needed {median(times):.0f} s (median, on a busy machine) "
+        f"{_tenth(peaks):.1%}. For the states, with a published number of GPUs: "
+        f"{median(state_errors):.2%} and {_tenth(state_errors):.1%}. "
+        f"A rank needed {median(times):.0f} s (median, on a busy machine) "
         f"and at most {max(int(row['host_mib']) for row in ran) / 1024:.1f} GiB of host memory."
     )
 
 
 def _rows(ran: Sequence[Row]) -> Iterator[str]:
-    both = "measured | estimated | error"
-    yield f"| case | GPU | GPUs | peak GiB, {both} | states GiB, {both} |"
+    columns = "measured | estimated | error"
+    yield f"| case | GPU | GPUs | peak GiB, {columns} | states GiB, {columns} |"
     yield "|---|---|---:|---:|---:|---:|---:|---:|---:|"
     marks = {"given": "", "fitted": " \\*", "assumed": " +"}
     for row in ran:
@@ -117,20 +118,20 @@ def _rows(ran: Sequence[Row]) -> Iterator[str]:
 
 def _far(ran: Sequence[Row]) -> Iterator[str]:
     """Yield the rows with large errors and their reasons; fail if a reason is missing."""
-    found: dict[str, list[str]] = {}
+    cases_by_reason: dict[str, list[str]] = {}
     for row in ran:
         errors = {what: _off(row, what) for what in ("peak", "held")}
         if max(map(abs, errors.values())) < FAR:
             continue
         name = f"{row['case']} {row['platform']}"
         (reason,) = {why for part, why in REASONS.items() if part in name} or {"not known"}
-        told = ", ".join(f"{NAMES[what]} {error:+.1%}" for what, error in errors.items())
-        found.setdefault(reason, []).append(
-            f"{row['case'].split('/')[1]} ({row['platform']}; {told})"
+        errors_text = ", ".join(f"{NAMES[what]} {error:+.1%}" for what, error in errors.items())
+        cases_by_reason.setdefault(reason, []).append(
+            f"{row['case'].split('/')[1]} ({row['platform']}; {errors_text})"
         )
     yield f"Rows with an error of at least {FAR:.0%}, and the reason:"
     yield ""
-    for reason, names in found.items():
+    for reason, names in cases_by_reason.items():
         yield f"* {', '.join(names)}: {reason}."
     yield ""
 

@@ -77,72 +77,80 @@ def main() -> None:
 
 def chosen(rows: list[Row]) -> dict[str, Row]:
     """Return one recipe for each model and system: of the narrowest format, and most GPUs."""
-    found: dict[str, tuple[tuple[int, int], Row]] = {}
+    best_rows: dict[str, tuple[tuple[int, int], Row]] = {}
     for row in rows:
         match = NAME.search(row["recipe"] + "_")
-        model = next((each for each in MODELS if row["recipe"].startswith(each + "_")), None)
+        model = next((model for model in MODELS if row["recipe"].startswith(model + "_")), None)
         if match is None or model is None or match[3] not in PREFERRED:
             continue
         if "large_scale" in row["recipe"] or "dev" in row["recipe"]:
             continue
         rank = -PREFERRED.index(match[3]), int(match[1])
         name = f"{MODELS[model]} {match[2]}"
-        if name not in found or rank > found[name][0]:
-            found[name] = rank, row
-    return {name: row for name, (_, row) in sorted(found.items())}
+        if name not in best_rows or rank > best_rows[name][0]:
+            best_rows[name] = rank, row
+    return {name: row for name, (_, row) in sorted(best_rows.items())}
 
 
 def flags_of(row: Row) -> tuple[str, list[str]]:
     """Return the GPUs and the flags of a recipe."""
     match = NAME.search(row["recipe"] + "_")
-    model = next(each for each in MODELS if row["recipe"].startswith(each + "_"))
+    model = next(model for model in MODELS if row["recipe"].startswith(model + "_"))
     if match is None:
         raise ValueError(f"{row['recipe']} does not name its GPUs")
-    given = models()
-    text = f"{given['every']} {given['models'][MODELS[model]]} {FORMATS[match[3]]}"
+    model_flags = models()
+    text = f"{model_flags['every']} {model_flags['models'][MODELS[model]]} {FORMATS[match[3]]}"
     words = [*shlex.split(text), "--cross-entropy-fusion-impl", "native", "--grad-reduce-in-bf16"]
-    own = {"seq_length": 4096} | row["options"]
-    if own.get("recompute_granularity") == "selective" and not own.get("recompute_modules"):
-        del own["recompute_granularity"]
-    own["moe_flex_dispatcher_backend"] = (
-        "hybridep" if own.get("moe_token_dispatcher_type") == "flex" else None
+    options = {"seq_length": 4096} | row["options"]
+    if options.get("recompute_granularity") == "selective" and not options.get("recompute_modules"):
+        del options["recompute_granularity"]
+    options["moe_flex_dispatcher_backend"] = (
+        "hybridep" if options.get("moe_token_dispatcher_type") == "flex" else None
     )
-    chunks = own.get("virtual_pipeline_model_parallel_size") or 1
-    taken = {
-        name: own.get(name) or None
+    chunks = options.get("virtual_pipeline_model_parallel_size") or 1
+    flags = {
+        name: options.get(name) or None
         for name in TAKEN
         if "num-experts" in text or not name.startswith("moe_")
     }
-    taken["max_position_embeddings"] = own["seq_length"]
-    layout = own.get("pipeline_model_parallel_layout") or ""
+    flags["max_position_embeddings"] = options["seq_length"]
+    layout = options.get("pipeline_model_parallel_layout") or ""
     if layout[:1] == "E":  # not what a function of the recipe's returns
-        taken["pipeline_model_parallel_layout"], chunks = layout, 1
-    taken["num_virtual_stages_per_pipeline_rank"] = chunks if chunks > 1 else None
-    return f"{match[1]}x{match[2]}", [*words, *flag_words(taken)]
+        flags["pipeline_model_parallel_layout"], chunks = layout, 1
+    flags["num_virtual_stages_per_pipeline_rank"] = chunks if chunks > 1 else None
+    return f"{match[1]}x{match[2]}", [*words, *flag_words(flags)]
 
 
 def ask(row: Row, megatron: Path, te: Path) -> Row:
     """Return the answer's lines with the recipe's own parallelism and with any, or an error."""
     gpus, words = flags_of(row)
-    found: Row = {"gpus": gpus}
-    for name, kept in (("lines", ["--keep", "tp,pp,cp,ep,microbatch"]), ("anywhere", [])):
+    answers: Row = {"gpus": gpus}
+    for name, keep_options in (("lines", ["--keep", "tp,pp,cp,ep,microbatch"]), ("anywhere", [])):
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "advice.json"
-            command = [sys.executable, "-m", "megatron_vshape", "advise", "--gpus", gpus, *kept]
+            command = [
+                sys.executable,
+                "-m",
+                "megatron_vshape",
+                "advise",
+                "--gpus",
+                gpus,
+                *keep_options,
+            ]
             command += ["--seconds", SECONDS, "--json", str(file)]
             command += ["--megatron", str(megatron), "--te", str(te), "--", "pretrain_gpt.py"]
             ran = subprocess.run([*command, *words], capture_output=True, text=True)
             if ran.returncode:
                 return {"error": (ran.stderr.strip().splitlines() or ["no reason given"])[-1]}
             answer = json.loads(file.read_text())
-        found[name] = {what: _short(line) for what, line in answer.items()}
-    return found
+        answers[name] = {what: _short(line) for what, line in answer.items()}
+    return answers
 
 
 def _short(line: Row) -> Row:
     peak, step = max(line["peak_bytes"]) / 2**30, float(f"{line['step_s']:.4g}")
-    rest = {name: each for name, each in line.items() if name not in ("peak_bytes", "layers")}
-    return {**rest, "step_s": step, "peak_gib": round(peak, 1)}
+    fields = {name: field for name, field in line.items() if name not in ("peak_bytes", "layers")}
+    return {**fields, "step_s": step, "peak_gib": round(peak, 1)}
 
 
 HEAD = """\
@@ -189,50 +197,56 @@ SIZES = {
 def page() -> str:
     """Return benchmarks/recipes.md."""
     answered = json.loads(OUT.read_text())
-    there = {name: each for name, each in answered.items() if "best" in each.get("lines", {})}
+    there = {name: answer for name, answer in answered.items() if "best" in answer.get("lines", {})}
     lines = [HEAD.format(within=PAIRS.median_percent)]
     for where, words in WHERE.items():
         lines += [
-            _counts([each[where] for each in there.values()], words, PAIRS.median_percent / 100),
+            _counts(
+                [answer[where] for answer in there.values()], words, PAIRS.median_percent / 100
+            ),
             "",
         ]
     for where, words in WHERE.items():
         lines += [f"With {words}:", ""]
         lines.append("| model, GPUs | today | stock | with this package | gain over stock |")
         lines.append("|---|---|---|---|---:|")
-        for name, each in there.items():
-            lines.append(_line(name.rsplit(" ", 1)[0], each["gpus"], each[where]))
+        for name, answer in there.items():
+            lines.append(_line(name.rsplit(" ", 1)[0], answer["gpus"], answer[where]))
         lines.append("")
     lines.append(BY_HAND)
-    left = [
-        f"* {name}: {each.get('error', 'no configuration fits with the headroom')}"
-        for name, each in answered.items()
+    failures = [
+        f"* {name}: {answer.get('error', 'no configuration fits with the headroom')}"
+        for name, answer in answered.items()
         if name not in there
     ]
-    if left:
-        lines += ["Without an answer:", "", *left, ""]
+    if failures:
+        lines += ["Without an answer:", "", *failures, ""]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def _counts(there: list[Row], words: str, within: float) -> str:
     """Return the sentences about how many gain, and by what."""
-    told = []
+    gain_texts = []
     for past, name in (("today", "today's schedule"), ("stock", "the best stock schedule")):
         gains = [
-            1 - each["best"]["step_s"] / each[past]["step_s"] for each in there if past in each
+            1 - answer["best"]["step_s"] / answer[past]["step_s"]
+            for answer in there
+            if past in answer
         ]
-        own = ", ".join(
-            f"{sum(gain > least for gain in gains)} gain more than {100 * least:g}%"
-            for least in (0.05, within, 0.1)
+        gains_text = ", ".join(
+            f"{sum(gain > threshold for gain in gains)} gain more than {100 * threshold:g}%"
+            for threshold in (0.05, within, 0.1)
         )
-        told.append(f"over {name}, {own}")
+        gain_texts.append(f"over {name}, {gains_text}")
     gained = [
-        each for each in there if each["best"]["step_s"] < each["today"]["step_s"] * (1 - within)
+        answer
+        for answer in there
+        if answer["best"]["step_s"] < answer["today"]["step_s"] * (1 - within)
     ]
-    by = Counter(what for each in gained for what in changed(each["today"], each["best"]))
+    by = Counter(what for answer in gained for what in changed(answer["today"], answer["best"]))
     what = ", ".join(f"{name} {times}" for name, times in by.most_common())
     return (
-        f"With {words}, {len(there)} recipes: {'; '.join(told)}. "
+        f"With {words}, {len(there)} recipes: {'; '.join(gain_texts)}. "
         f"Changes of the recipes that gain more than {100 * within:g}% over today: "
         f"{what or 'none'}."
     )
@@ -260,19 +274,22 @@ def _schedule(name: str) -> str:
 
 
 def _line(model: str, gpus: str, lines: Row) -> str:
-    def told(line: Row | None) -> str:
+    def line_text(line: Row | None) -> str:
         if line is None:
             return "nothing fits"
         new, old = line["shape"], lines["today"]["shape"]
         parts = [_schedule(line["schedule"])]
         parts += ["vocabulary parallelism"] if line.get("shares_vocabulary") else []
         parts += [f"{new['recompute']} recomputation"] if new["recompute"] != "none" else []
-        parts += [f"{own} {new[name]}" for name, own in SIZES.items() if new[name] != old[name]]
+        parts += [f"{label} {new[name]}" for name, label in SIZES.items() if new[name] != old[name]]
         return f"{line['step_s']:.3g} s, {line['peak_gib']:.0f} GiB: {', '.join(parts)}"
 
     today, stock, best = (lines.get(what) for what in ("today", "stock", "best"))
     gain = "" if stock is None else f"{100 * (1 - best['step_s'] / stock['step_s']):.0f}%"
-    return f"| {model}, {gpus} | {told(today)} | {told(stock)} | {told(best)} | {gain} |"
+    return (
+        f"| {model}, {gpus} | {line_text(today)} | {line_text(stock)} | "
+        f"{line_text(best)} | {gain} |"
+    )
 
 
 if __name__ == "__main__":

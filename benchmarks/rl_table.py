@@ -42,23 +42,25 @@ Run = tuple[Schedule, Costs]
 
 def costs_of(devices: int, count: int, lengths: str, seed: int, unit_us: float = 1.0) -> Costs:
     """Return the costs of microbatches of these lengths."""
-    times = [unit_us * each for each in (1.0, 1.15, 0.85, 0.05)]
+    times = [unit_us * factor for factor in (1.0, 1.15, 0.85, 0.05)]
     uniform = Costs.uniform(devices, 2 * devices, *times)
     return uniform if lengths == EQUAL else unlike(uniform, count, lengths, seed)
 
 
 def runs_of(devices: int, count: int, costs: Costs, plan: Schedule) -> dict[str, Run]:
     """Return the schedules that can run, with the costs of their stages."""
-    found: dict[str, Run] = {}
+    runs: dict[str, Run] = {}
     for name in NAMES:
         if name != "interleaved-1f1b" or runs_interleaved(count, devices, devices):
             schedule = make(name, devices, count)
-            found[name] = schedule, regroup(costs, schedule.num_stages, name)
-    own = regroup(costs, plan.num_stages, AUTO)
+            runs[name] = schedule, regroup(costs, schedule.num_stages, name)
+    auto_costs = regroup(costs, plan.num_stages, AUTO)
     if costs.by_microbatch:
-        own = reordered(own, reorder_microbatches(plan, own, peak_held(plan, own)).order)
-    found[AUTO] = plan, own
-    return found
+        auto_costs = reordered(
+            auto_costs, reorder_microbatches(plan, auto_costs, peak_held(plan, auto_costs)).order
+        )
+    runs[AUTO] = plan, auto_costs
+    return runs
 
 
 def plan_of(devices: int, count: int) -> Schedule:
@@ -75,9 +77,9 @@ def rows(
     plan, gains = plan_of(devices, count), dict[str, list[float]]()
     for seed in range(1 if lengths == EQUAL else draws):
         runs = runs_of(devices, count, costs_of(devices, count, lengths, seed), plan)
-        taken = dict(zip(runs, times(list(runs.values())), strict=True))
-        for name, step in taken.items():
-            gains.setdefault(name, []).append(100 * (taken["1f1b"] / step - 1))
+        step_times = dict(zip(runs, times(list(runs.values())), strict=True))
+        for name, step in step_times.items():
+            gains.setdefault(name, []).append(100 * (step_times["1f1b"] / step - 1))
     cells = [
         f"{median(gains[name]):+.0f}%" if name in gains else "-" for name in (*NAMES[1:], AUTO)
     ]
@@ -97,7 +99,7 @@ def on_gloo(devices: int, rounds: int, unit_us: float) -> Callable[[list[Run]], 
 def scaled_by(costs: Costs, unit_us: float) -> Costs:
     """Return the costs with all times multiplied."""
     names = ("forward_us", "backward_us", "weight_us")
-    times = {name: tuple(unit_us * each for each in getattr(costs, name)) for name in names}
+    times = {name: tuple(unit_us * time for time in getattr(costs, name)) for name in names}
     return replace(costs, **times, send_us=0.0)
 
 
@@ -125,7 +127,7 @@ def main() -> None:
 
 def simulated(runs: list[Run]) -> list[float]:
     """Return the simulated step times of some runs."""
-    return [simulate(*each).makespan for each in runs]
+    return [simulate(*run).makespan for run in runs]
 
 
 if __name__ == "__main__":

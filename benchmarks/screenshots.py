@@ -52,10 +52,10 @@ def served() -> Iterator[str]:
     command = [sys.executable, "-m", "megatron_vshape.cli.main", "playground", "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        found = re.search(r"http://\S+", process.stdout.readline() if process.stdout else "")
-        if found is None:
+        match = re.search(r"http://\S+", process.stdout.readline() if process.stdout else "")
+        if match is None:
             raise RuntimeError("the playground did not start; its message is above")
-        yield found[0]
+        yield match[0]
     finally:
         process.terminate()
         process.wait(20)

@@ -60,25 +60,27 @@ def costs_of(
 
 def planned(slices: int, share: float, parts: tuple[float, float, float], count: int) -> list[str]:
     """Return the overhead of the best plan in per cent, and the placement it has."""
-    devices, found = 8, []
+    devices, candidates = 8, []
     for placement in (v_shape(devices), looping(devices, 2), looping(devices, 4)):
         costs = costs_of(devices, len(placement), slices, parts)
         limit = 2 * devices * share
-        made = plan(costs, devices, count, limit, placements=[placement], slices=slices)
-        verify(made.schedule, [limit] * devices, costs)
+        result = plan(costs, devices, count, limit, placements=[placement], slices=slices)
+        verify(result.schedule, [limit] * devices, costs)
         busy = replace(costs, host_us=0.0).busy_us(placement, devices, count)
-        found.append((100 * (made.value / busy - 1), shape_text(made.schedule), made.schedule))
-    value, shape, schedule = min(found, key=lambda each: each[0])
+        candidates.append(
+            (100 * (result.value / busy - 1), shape_text(result.schedule), result.schedule)
+        )
+    value, shape, schedule = min(candidates, key=lambda candidate: candidate[0])
     return [f"{value:.1f}", f"{shape} of {schedule.num_chunks}"]
 
 
 def planned_rows() -> Iterator[list[str]]:
     """Yield the cells of every planned order beside what was known."""
-    for slices, share, parts, known in PLANNED:
-        for count, before in zip(COUNTS, known, strict=True):
-            text = ", ".join(f"{each:g}" for each in parts)
-            own = planned(slices, share, parts, count)
-            yield [text, str(slices), f"{share:.3f}", str(count), f"{before:.1f}", *own]
+    for slices, share, parts, results in PLANNED:
+        for count, previous in zip(COUNTS, results, strict=True):
+            text = ", ".join(f"{part:g}" for part in parts)
+            cells = planned(slices, share, parts, count)
+            yield [text, str(slices), f"{share:.3f}", str(count), f"{previous:.1f}", *cells]
 
 
 def row(name: str, num_devices: int, microbatches: list[int], slices: int) -> list[str]:

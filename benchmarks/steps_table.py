@@ -75,10 +75,10 @@ def _rows(rows: Sequence[Row]) -> Iterator[str]:
         groups[key_of(row), row["gpu"], str(row["vpp"]), str(row["global_batch"]), how].append(row)
     yield "| model | GPUs | TP PP VPP CP EP | format | measured s | predicted | error |"
     yield "|---|---|---|---|---:|---:|---:|"
-    for (*_, how), own in groups.items():
-        row = own[0]
-        steps = sorted(each["step_s"] for each in own)
-        span = f"{steps[0]:.3g}" if len(own) == 1 else f"{steps[0]:.3g} to {steps[-1]:.3g}"
+    for (*_, how), group in groups.items():
+        row = group[0]
+        steps = sorted(member["step_s"] for member in group)
+        span = f"{steps[0]:.3g}" if len(group) == 1 else f"{steps[0]:.3g} to {steps[-1]:.3g}"
         middle = steps[len(steps) // 2]
         sizes = " ".join(str(row[name]) for name in ("tp", "pp", "vpp", "cp", "ep"))
         off = 100 * (float(how) / middle - 1)

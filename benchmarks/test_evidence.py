@@ -21,31 +21,37 @@ def test_the_page_is_what_the_script_prints() -> None:
 
 def test_a_published_figure_is_no_input_of_its_prediction() -> None:
     """But of the row that is fitted, no figure moves what is predicted."""
-    (given,) = (each for each in evidence.read_sets() if "Primus" in each.given["name"])
+    (published,) = (
+        published for published in evidence.read_sets() if "Primus" in published.description["name"]
+    )
     rows = tuple(
         row if row.schedule in ("1f1b", "interleaved-1f1b") else replace(row, published=1.0)
-        for row in given.rows
+        for row in published.rows
     )
-    other = replace(given, rows=rows)
-    microbatches = given.microbatches()
-    assert other.microbatches() == microbatches
-    for ours, theirs in zip(given.rows, rows, strict=True):
-        assert given.predict(ours, microbatches) == other.predict(theirs, microbatches)
+    other_set = replace(published, rows=rows)
+    microbatches = published.microbatches()
+    assert other_set.microbatches() == microbatches
+    for row_of_set, other_row in zip(published.rows, rows, strict=True):
+        assert published.predict(row_of_set, microbatches) == other_set.predict(
+            other_row, microbatches
+        )
 
 
 def test_a_line_of_memory_goes_through_the_two_rows_it_names() -> None:
-    (given,) = (each for each in evidence.read_sets() if "trial" in each.given["name"])
-    found = given.memory([given.predict(row, 24) for row in given.rows])
-    named = given.given["memory_line"]
-    for row, memory in zip(given.rows, found, strict=True):
-        if row.schedule in named:
+    (published,) = (
+        published for published in evidence.read_sets() if "trial" in published.description["name"]
+    )
+    memory_gib = published.memory([published.predict(row, 24) for row in published.rows])
+    fitted_schedules = published.description["memory_line"]
+    for row, memory in zip(published.rows, memory_gib, strict=True):
+        if row.schedule in fitted_schedules:
             assert memory == pytest.approx(row.memory)
 
 
 def test_longer_passes_cost_a_split_backward_more() -> None:
-    (given,) = (each for each in evidence.read_sets() if each.model is None)
-    for row, passes in zip(given.rows, (2, 2, 3, 3), strict=True):
+    (published,) = (published for published in evidence.read_sets() if published.model is None)
+    for row, passes in zip(published.rows, (2, 2, 3, 3), strict=True):
         per_microbatch = passes * (row.chunks or 1)
-        busy = [given.predict(row, count, 1e6).time_us for count in (48, 56)]
+        busy = [published.predict(row, count, 1e6).time_us for count in (48, 56)]
         # With passes this long nothing else counts: a period is so many of them a microbatch.
         assert (busy[1] - busy[0]) / 8 == pytest.approx(per_microbatch * 1e6, rel=0.1)

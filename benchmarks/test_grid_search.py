@@ -15,8 +15,10 @@ def row(schedule: str, mfu: str, microbatch_size: str = "1") -> dict[str, str]:
 def test_the_best_of_all_batches_is_compared(backwards: bool) -> None:
     predicted = [row("1f1b", "0.4"), row("1f1b", "0.5", "2"), row("v-half", "")]
     published = [Published(64, "1f1b", 50.5, "1 1 2 1"), Published(64, "v-half", None, "-")]
-    rows, same = grid_search.compared(published, predicted[::-1] if backwards else predicted)
-    assert same
+    rows, winners_agree = grid_search.compared(
+        published, predicted[::-1] if backwards else predicted
+    )
+    assert winners_agree
     assert rows[1:] == [
         ["64", "1F1B", "50.00", "50.50", "-0.50", "1 1 1 2", "1 1 2 1"],
         ["64", "V-Half", "OOM", "OOM", "", "-", "-"],
@@ -25,8 +27,8 @@ def test_the_best_of_all_batches_is_compared(backwards: bool) -> None:
 
 def test_another_winner_is_reported() -> None:
     published = [Published(64, "1f1b", 50.0, ""), Published(64, "v-half", 40.0, "")]
-    _, same = grid_search.compared(published, [row("1f1b", "0.4"), row("v-half", "0.5")])
-    assert not same
+    _, winners_agree = grid_search.compared(published, [row("1f1b", "0.4"), row("v-half", "0.5")])
+    assert not winners_agree
 
 
 def test_the_papers_results_load() -> None:

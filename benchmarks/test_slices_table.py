@@ -9,10 +9,10 @@ HERE = Path(__file__).parent
 
 def test_the_table_of_slices_is_that_of_its_page():
     command = [sys.executable, str(HERE / "slices_table.py"), "v-zb", "--slices", "4", "8"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
     page = (HERE / "slices.md").read_text().replace("**", "")
-    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("V-ZB")]
+    rows = [line.split() for line in process.stdout.splitlines() if line.startswith("V-ZB")]
     assert [row[:3] for row in rows] == [["V-ZB", "4", "0.344"], ["V-ZB", "8", "0.234"]]
     for name, slices, peak, *times in rows:
         even, real = " ".join(times[:5]), " ".join(times[5:])

@@ -28,9 +28,9 @@ def test_pieces_of_a_conversation_are_one_up_to_where_the_file_is_cut(
     pieces = [piece("a_0", 300), piece("a_1", 100), piece("b_0", 40), piece("c_0", 0)]
     file = tmp_path / "sharegpt.json"
     file.write_text(json.dumps([*pieces, piece("d_0", 4000)])[:-100])
-    known = table.percentiles(file)
-    assert known[0] == 10
-    assert known[-1] == 100
+    percentiles = table.percentiles(file)
+    assert percentiles[0] == 10
+    assert percentiles[-1] == 100
 
 
 @pytest.mark.parametrize(
@@ -38,12 +38,12 @@ def test_pieces_of_a_conversation_are_one_up_to_where_the_file_is_cut(
     [("sharegpt", 1083, 18, 8192), ("rl", 500, 0, 1e6), ("mock", 2237, 1024, 8192)],
 )
 def test_lengths_are_as_told(
-    table: ModuleType, name: str, middle: float, least: float, most: float
+    table: ModuleType, name: str, middle: float, shortest: float, longest: float
 ) -> None:
     rng = random.Random(0)
     drawn = [table.NAMED[name](rng) for _ in range(20_000)]
     assert median(drawn) == pytest.approx(middle, rel=0.05)
-    assert least <= min(drawn)
-    assert max(drawn) <= most
+    assert shortest <= min(drawn)
+    assert max(drawn) <= longest
     if name == "rl":
         assert quantiles(drawn, n=100)[98] == pytest.approx(5000, rel=0.1)

@@ -109,23 +109,25 @@ def percentiles(file: Path) -> list[int]:
     """
     text, decoder = file.read_text("utf-8", "ignore"), json.JSONDecoder()
     sizes: Counter[str] = Counter()
-    at = text.find("{")
-    while at >= 0:
+    position = text.find("{")
+    while position >= 0:
         try:
-            piece, at = decoder.raw_decode(text, at)
+            piece, position = decoder.raw_decode(text, position)
         except json.JSONDecodeError:
             break
-        said = (len(each["value"].encode()) for each in piece["conversations"])
+        said = (len(turn["value"].encode()) for turn in piece["conversations"])
         sizes[piece["id"].partition("_")[0]] += sum(said)
-        at = text.find("{", at)
-    known = sorted(size / BYTES_OF_TOKEN for size in sizes.values() if size)
-    return [round(known[round(each / 100 * (len(known) - 1))]) for each in PERCENTS]
+        position = text.find("{", position)
+    lengths = sorted(size / BYTES_OF_TOKEN for size in sizes.values() if size)
+    return [round(lengths[round(percent / 100 * (len(lengths) - 1))]) for percent in PERCENTS]
 
 
 def of_sharegpt(rng: random.Random) -> float:
     """Draw a conversation's length, in tokens."""
     percent = rng.uniform(PERCENTS[0], PERCENTS[-1])
-    above = next(at for at, each in enumerate(PERCENTS) if each >= percent and at)
+    above = next(
+        index for index, percentile in enumerate(PERCENTS) if percentile >= percent and index
+    )
     (x, y), (low, high) = PERCENTS[above - 1 : above + 1], SHAREGPT[above - 1 : above + 1]
     share = (percent - x) / (y - x)
     return min(8192.0, math.exp((1 - share) * math.log(low) + share * math.log(high)))
@@ -147,8 +149,8 @@ NAMED: dict[str, Draw] = {"sharegpt": of_sharegpt, "rl": of_rollouts, "mock": of
 
 def drawing(lengths: str) -> Draw:
     """Return what draws lengths of this name, or of this sigma around one."""
-    named = NAMED.get(lengths)
-    return named or partial(random.Random.lognormvariate, mu=0.0, sigma=float(lengths))
+    draw = NAMED.get(lengths)
+    return draw or partial(random.Random.lognormvariate, mu=0.0, sigma=float(lengths))
 
 
 def unlike(costs: Costs, count: int, lengths_of: str, seed: int) -> Costs:
@@ -156,14 +158,16 @@ def unlike(costs: Costs, count: int, lengths_of: str, seed: int) -> Costs:
     rng, draw = random.Random(seed), drawing(lengths_of)
     lengths = [draw(rng) for _ in range(count)]
     mean = sum(lengths) / count
-    tokens = [each / mean for each in lengths]
-    whole = [each + KAPPA * each**2 for each in tokens]
+    tokens = [length / mean for length in lengths]
+    full_costs = [length + KAPPA * length**2 for length in tokens]
     by_name = {
-        **dict.fromkeys(("forward_us", "backward_us"), whole),
+        **dict.fromkeys(("forward_us", "backward_us"), full_costs),
         "weight_us": tokens,
         **dict.fromkeys(("held_after_forward_bytes", "held_after_backward_bytes"), tokens),
     }
-    shares = ((name, tuple(x * count / sum(own) for x in own)) for name, own in by_name.items())
+    shares = (
+        (name, tuple(x * count / sum(sizes) for x in sizes)) for name, sizes in by_name.items()
+    )
     return replace(costs, by_microbatch=tuple(shares))
 
 
@@ -176,23 +180,23 @@ def row(devices: int, count: int, lengths: str, draws: int) -> str:
     """Return a line of the table."""
     alike = Costs.uniform(devices, 2 * devices, 1, 1.15, 0.85, 0.05)
     plan = plan_request(PlanRequest(AUTO, devices, count, alike)).schedule
-    known = [make(name, devices, count) for name in ("1f1b", "interleaved-1f1b")]
-    found: list[list[float]] = []
+    baselines = [make(name, devices, count) for name in ("1f1b", "interleaved-1f1b")]
+    ratios: list[list[float]] = []
     slowest_s = 0.0
     for seed in range(draws):
         costs = unlike(alike, count, lengths, seed)
-        own = regroup(costs, plan.num_stages, "plan")
-        least = ideal(own, plan)
-        steps = [simulate(s, regroup(costs, s.num_stages, s.name)).makespan for s in known]
-        reorder_microbatches(plan, own, tries=1)
+        plan_costs = regroup(costs, plan.num_stages, "plan")
+        ideal_us = ideal(plan_costs, plan)
+        steps = [simulate(s, regroup(costs, s.num_stages, s.name)).makespan for s in baselines]
+        reorder_microbatches(plan, plan_costs, tries=1)
         began_s = time.process_time()
-        evened = reorder_microbatches(plan, own, peak_held(plan, own))
+        evened = reorder_microbatches(plan, plan_costs, peak_held(plan, plan_costs))
         slowest_s = max(slowest_s, time.process_time() - began_s)
         steps += [evened.initial_us, evened.best_us]
-        found.append([step / least for step in steps])
-    middle = [median(each) for each in zip(*found, strict=True)]
+        ratios.append([step / ideal_us for step in steps])
+    middle = [median(ratio) for ratio in zip(*ratios, strict=True)]
     gain = f"{100 * (middle[2] / middle[3] - 1):6.1f} %"
-    figures = "".join(f"{each:13.3f}" for each in middle)
+    figures = "".join(f"{ratio:13.3f}" for ratio in middle)
     return f"{devices:3}{count:5}{lengths:>10}{figures}{gain:>9}{1e3 * slowest_s:9.0f}"
 
 
@@ -203,10 +207,10 @@ class UnlikeStage:
         self._costs, self._stage = costs, stage
 
     def _take(self, microbatch: int, *kinds: Kind) -> torch.Tensor:
-        own = self._costs
+        stage_costs = self._costs
         took_us = sum(
-            own.time_us(kind, self._stage)
-            + extra_us_of_microbatch(own, kind, self._stage, microbatch)
+            stage_costs.time_us(kind, self._stage)
+            + extra_us_of_microbatch(stage_costs, kind, self._stage, microbatch)
             for kind in kinds
         )
         sleep_exactly(took_us / 1e6)
@@ -233,10 +237,10 @@ def measure(
     transport: Transport, runs: Sequence[tuple[Schedule, Costs]], rounds: int
 ) -> list[float]:
     """Return the median step of the slowest rank, in us, of every run; in turns."""
-    taken: list[list[float]] = [[] for _ in runs]
+    times_us: list[list[float]] = [[] for _ in runs]
     rank = transport.device
     for _ in range(rounds):
-        for own, (schedule, costs) in zip(taken, runs, strict=True):
+        for run_times_us, (schedule, costs) in zip(times_us, runs, strict=True):
             program = lower(schedule, simulate(schedule, costs))
             transport.prepare(program)
             stages = {
@@ -248,8 +252,8 @@ def measure(
             run_program(program, rank, stages, transport)
             end = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
             dist.all_reduce(end, op=dist.ReduceOp.MAX)
-            own.append(1e6 * float(end))
-    return [statistics.median(own) for own in taken]
+            run_times_us.append(1e6 * float(end))
+    return [statistics.median(run_times_us) for run_times_us in times_us]
 
 
 def on_gloo(devices: int, lengths: str, draws: int, rounds: int, unit_us: float) -> None:
@@ -257,24 +261,29 @@ def on_gloo(devices: int, lengths: str, draws: int, rounds: int, unit_us: float)
     count = 4 * devices
     alike = Costs.uniform(devices, 2 * devices, unit_us, 1.15 * unit_us, 0.85 * unit_us)
     plan = plan_request(PlanRequest(AUTO, devices, count, alike)).schedule
-    known = [make(name, devices, count) for name in ("1f1b", "interleaved-1f1b")]
+    baselines = [make(name, devices, count) for name in ("1f1b", "interleaved-1f1b")]
     runs: list[tuple[Schedule, Costs]] = []
     for seed in range(draws):
         costs = unlike(alike, count, lengths, seed)
-        runs += [(each, regroup(costs, each.num_stages, each.name)) for each in known]
-        own = regroup(costs, plan.num_stages, "plan")
-        evened = reorder_microbatches(plan, own, peak_held(plan, own))
-        runs += [(plan, own), (plan, reordered(own, evened.order))]
+        runs += [
+            (baseline, regroup(costs, baseline.num_stages, baseline.name)) for baseline in baselines
+        ]
+        plan_costs = regroup(costs, plan.num_stages, "plan")
+        evened = reorder_microbatches(plan, plan_costs, peak_held(plan, plan_costs))
+        runs += [(plan, plan_costs), (plan, reordered(plan_costs, evened.order))]
     measured = on_ranks(devices, measure, runs, rounds)
-    predicted = [simulate(*each).makespan for each in runs]
+    predicted = [simulate(*run).makespan for run in runs]
     print(
         f"{devices} ranks, {count} microbatches, lengths {lengths}, {draws} draws, {rounds} rounds"
     )
     print(f"{'':14}{'simulated s':>12}{'measured s':>12}{'ratio':>8}{'gain, both':>18}")
-    sums = [[sum(each[at::4]) / 1e6 for at in range(4)] for each in (predicted, measured)]
-    for at, name in enumerate(NAMES):
-        a, b = (each[at] for each in sums)
-        gains = "".join(f"{100 * (each[at] / each[3] - 1):8.1f}%" for each in sums)
+    sums = [
+        [sum(makespans[index::4]) / 1e6 for index in range(4)]
+        for makespans in (predicted, measured)
+    ]
+    for index, name in enumerate(NAMES):
+        a, b = (total[index] for total in sums)
+        gains = "".join(f"{100 * (total[index] / total[3] - 1):8.1f}%" for total in sums)
         print(f"{name:14}{a:12.3f}{b:12.3f}{b / a:8.3f}{gains:>18}")
 
 
@@ -305,10 +314,10 @@ def start_ms(plan: PlannedStep, count: int, lengths: str) -> float:
     started = []
     for _ in range(STEPS):
         begun_s = time.thread_time()
-        _, (given,) = places.order(plan, [loader], count, groups, 0)
+        _, (batches,) = places.order(plan, [loader], count, groups, 0)
         started.append(time.thread_time() - begun_s)
         for _ in range(count):
-            next(given)
+            next(batches)
     return 1e3 * median(started[3:])
 
 
@@ -316,14 +325,14 @@ def print_starts(devices: Sequence[int], cases: Sequence[str]) -> None:
     """Print the CPU time of the reordering for each number of ranks and microbatches."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     print(f"{'d':>3}{'m':>5}{'lengths':>10}{'ms':>10}")
-    for each, count in [(d, m) for d in devices for m in (4 * d, 8 * d)]:
-        costs = Costs.uniform(each, 2 * each, 1, 1.15, 0.85, 0.05)
-        schedule = make("v-zb", each, count)
+    for num_devices, count in [(d, m) for d in devices for m in (4 * d, 8 * d)]:
+        costs = Costs.uniform(num_devices, 2 * num_devices, 1, 1.15, 0.85, 0.05)
+        schedule = make("v-zb", num_devices, count)
         timeline = simulate(schedule, costs)
         plan = PlannedStep(schedule, timeline, lower(schedule, timeline), costs)
         for lengths in cases:
             ms = start_ms(plan, count, lengths)
-            print(f"{each:3}{count:5}{lengths:>10}{ms:10.1f}", flush=True)
+            print(f"{num_devices:3}{count:5}{lengths:>10}{ms:10.1f}", flush=True)
     dist.destroy_process_group()
 
 

@@ -73,8 +73,10 @@ def pieces_of(vocabulary: int) -> Pieces:
     """Return a layer and the ends, with one output layer, in chunk passes and bytes."""
     layer = Piece(0.5, 0.5, 0.5, LAYER_BYTES, LAYER_BYTES)
     head = layer.times(widths_of(vocabulary).head_in_layers)
-    kept, left = (size * TOKENS * vocabulary for size in LOGITS_BYTES)
-    head = replace(head, held_after_forward_bytes=kept, held_after_backward_bytes=left)
+    after_forward, after_backward = (size * TOKENS * vocabulary for size in LOGITS_BYTES)
+    head = replace(
+        head, held_after_forward_bytes=after_forward, held_after_backward_bytes=after_backward
+    )
     return Pieces(layer, layer.times(0), head, 0.0)
 
 
@@ -86,9 +88,9 @@ def shared_of(vocabulary: int, predicting: int) -> Pieces:
 
 def measured(schedule: Schedule, costs: Costs, parameters: Iterable[float]) -> Cell:
     """Return the cell of a schedule at these costs; `parameters` are every device's."""
-    held = peak_held(schedule, costs)
-    most = max(a + STATE_BYTES * p for a, p in zip(held, parameters, strict=True))
-    return Cell(simulate(schedule, costs).makespan, most / GIB)
+    activations = peak_held(schedule, costs)
+    peak_bytes = max(a + STATE_BYTES * p for a, p in zip(activations, parameters, strict=True))
+    return Cell(simulate(schedule, costs).makespan, peak_bytes / GIB)
 
 
 def parameters_of(
@@ -112,8 +114,8 @@ def row(name: str, vocabulary: int, predicting: int) -> list[Cell]:
     """Return the cells of a schedule: even, balanced, shared."""
     plain, merging = make(name, DEVICES, MICROBATCHES), widths_of(vocabulary).merging_in_layers
     pieces = pieces_of(vocabulary).predicting(predicting, merging)
-    each = LAYERS // plain.num_stages
-    even = (each,) * plain.num_stages
+    layers_per_stage = LAYERS // plain.num_stages
+    even = (layers_per_stage,) * plain.num_stages
     balanced = pieces.balanced(LAYERS, plain.placement)
     cells = [
         measured(
@@ -126,11 +128,13 @@ def row(name: str, vocabulary: int, predicting: int) -> list[Cell]:
     alone = shared_of(vocabulary, predicting).predicting(predicting, merging)
     layers = alone.balanced(LAYERS, plain.placement)
     costs = alone.costs(layers)
-    own = parameters_of(plain.placement, layers, vocabulary, predicting, shared=True)
-    made = share_vocabulary(plain, costs, ADDITIONAL_MICROBATCHES.get(name, 0) * each * LAYER_BYTES)
-    verify(made)
-    lower(made, kernels=True)  # proved to end
-    return [*cells, measured(made, costs, own)]
+    local_parameters = parameters_of(plain.placement, layers, vocabulary, predicting, shared=True)
+    shared_schedule = share_vocabulary(
+        plain, costs, ADDITIONAL_MICROBATCHES.get(name, 0) * layers_per_stage * LAYER_BYTES
+    )
+    verify(shared_schedule)
+    lower(shared_schedule, kernels=True)  # proved to end
+    return [*cells, measured(shared_schedule, costs, local_parameters)]
 
 
 class FirstAlgorithm(_PassInserter):
@@ -177,20 +181,20 @@ class FirstAlgorithm(_PassInserter):
 def by_first_algorithm(name: str, vocabulary: int, saved: float) -> tuple[float, float]:
     """Return the step by Algorithm 2, and by 1 if its S and T take so much less, as a share."""
     plain = make(name, DEVICES, MICROBATCHES)
-    each = LAYERS // plain.num_stages
-    costs = shared_of(vocabulary, 0).costs((each,) * plain.num_stages)
-    more = ADDITIONAL_MICROBATCHES.get(name, 0) * each * LAYER_BYTES
-    second = simulate(share_vocabulary(plain, costs, more), costs).makespan
+    layers_per_stage = LAYERS // plain.num_stages
+    costs = shared_of(vocabulary, 0).costs((layers_per_stage,) * plain.num_stages)
+    additional_bytes = ADDITIONAL_MICROBATCHES.get(name, 0) * layers_per_stage * LAYER_BYTES
+    second = simulate(share_vocabulary(plain, costs, additional_bytes), costs).makespan
     head = pieces_of(vocabulary).last.times((1 - saved) / DEVICES)
     amounts = dict(costs.others)
     amounts[LOGITS.time] = (head.forward_us,) * plain.num_stages
     amounts[HEAD_WEIGHT.time] = (head.backward_us + head.weight_us,) * plain.num_stages
     costs = costs.having(**amounts)
-    limits = [peak + more for peak in peak_held(plain, costs)]
+    limits = [peak + additional_bytes for peak in peak_held(plain, costs)]
     ways = (
-        FirstAlgorithm(plain, costs, limits, PENDING_LOGITS[0], late) for late in DELAY_FRACTIONS
+        FirstAlgorithm(plain, costs, limits, PENDING_LOGITS[0], delay) for delay in DELAY_FRACTIONS
     )
-    return second, min(way.step() for way in ways)
+    return second, min(algorithm.step() for algorithm in ways)
 
 
 def print_algorithms(vocabularies: Iterable[int]) -> None:
