@@ -56,9 +56,9 @@ from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.program.kernels import deadlocks_under_device_sync
 
 ROOT = Path(__file__).parents[1]
-LIMIT_S = 110.0  # of one run; all of them together take less than nine minutes
-STILL_S = 40  # without a message, after which a run says that it stands
-LOSS_TOLERANCE = 1e-4  # a GPU adds fp32 in another order than a CPU
+LIMIT_S = 110.0  # of one run; all of them together need less than nine minutes
+STILL_S = 40  # seconds without a message after which a run reports that it has stalled
+LOSS_TOLERANCE = 1e-4  # a GPU sums fp32 in another order than a CPU
 TRAINED = (
     "--transformer-impl local --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
     "--make-vocab-size-divisible-by 64 --num-layers 8 --hidden-size 64 --num-attention-heads 4 "
@@ -71,7 +71,7 @@ TRAINED = (
 ).split()
 NCCL_SAYS = re.compile(r".*(?:NCCL WARN|NCCL error|ncclInvalid|ncclUnhandled|ncclSystem).*")
 WAITS = "begins to wait for the device"
-STANDS = "nothing has moved for"  # as runtime/p2p.py says it
+STANDS = "nothing has moved for"  # text of runtime/p2p.py
 HANGS = "the model says that these instructions hang"
 
 
@@ -87,7 +87,7 @@ class Trial(StrEnum):
 
 
 class HostDevice:
-    """Stands for a device on a CPU: to wait for it is to wait for every receive that is posted."""
+    """Replaces a device on a CPU: a wait for it is a wait for every posted receive."""
 
     def __init__(self, irecv: Callable[..., Any]) -> None:
         self._irecv = irecv
@@ -155,7 +155,7 @@ def train_rank(trial: Trial, flags: Sequence[str]) -> int:
 
 
 def choose_posting(trial: Trial) -> None:
-    """Have the rank post its receives as over NCCL, or early, and say what the model says."""
+    """Make the rank post its receives as over NCCL, or early, and print the predicted result."""
     from megatron_vshape.mcore.setup import plans
 
     lower = plans.lower
@@ -172,7 +172,7 @@ def choose_posting(trial: Trial) -> None:
 
 
 def wait_in_passes() -> Callable[[], int]:
-    """Have every pass begin with a wait for the device; return what counts them."""
+    """Make every pass start with a wait for the device; return a function that counts the waits."""
     from megatron_vshape.mcore.step.stage import MegatronStage
 
     wait = torch.cuda.synchronize
@@ -207,7 +207,7 @@ def fill(data: Tensor, name: str) -> None:
 
 
 class TrainingError(RuntimeError):
-    """A run failed; the arguments are what its ranks said."""
+    """A run failed; the arguments are the outputs of its ranks."""
 
 
 def train(trial: Trial, ranks: int, backend: str, device: str) -> tuple[list[float], bool]:
@@ -247,9 +247,9 @@ def train(trial: Trial, ranks: int, backend: str, device: str) -> tuple[list[flo
 
 
 def rank_environment(rank: int, ranks: int, port: str, device: str) -> dict[str, str]:
-    """Return the environment of one of several ranks that each take themselves for a host.
+    """Return the environment of one of several ranks, each of which appears as a host.
 
-    NCCL refuses two ranks of one host on one device; NCCL_HOSTID makes hosts of them.
+    NCCL rejects two ranks of one host on one device; NCCL_HOSTID makes them different hosts.
     """
     variables = {
         "RANK": str(rank),
@@ -263,14 +263,14 @@ def rank_environment(rank: int, ranks: int, port: str, device: str) -> dict[str,
         "NCCL_IB_DISABLE": "1",
         "NCCL_DEBUG": "WARN",
         "GLOO_SOCKET_IFNAME": "lo",
-        "TORCH_COMPILE_DISABLE": "1",  # compiling takes longer than all the steps
+        "TORCH_COMPILE_DISABLE": "1",  # compilation needs longer than all steps
         "OMP_NUM_THREADS": "1",
     }
     return os.environ | variables | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
 
 
 def wait_for(processes: Sequence[subprocess.Popen[str]], deadline_s: float) -> list[str]:
-    """Wait until all have ended, or one has failed, or it is too late; return what went wrong."""
+    """Wait until all have ended, one has failed, or the deadline; return the failures."""
     failure = "not in time"
     while time.monotonic() < deadline_s:
         codes = [process.poll() for process in processes]
@@ -289,9 +289,9 @@ def stood(said: Sequence[str], ended: Sequence[str]) -> bool:
 
 
 def run_all(args: argparse.Namespace) -> int:
-    """Print how every run went; 1 where one went as it must not.
+    """Print the outcome of every run; return 1 if one differs from its prediction.
 
-    That NCCL refuses is a result as well, which is printed.
+    A rejection by NCCL is a result as well, and is printed.
 
     Raises:
         SystemExit: a run failed for another reason.
@@ -317,7 +317,7 @@ def run_all(args: argparse.Namespace) -> int:
 
 
 def verdict(trial: Trial, losses: Sequence[float], right: Sequence[float], would_hang: bool) -> str:
-    """Return how a run ended, and whether the model of the waits says so."""
+    """Return the outcome of a run, and whether it agrees with the deadlock proof."""
     comparison = "equal" if are_close(losses, right) else "different"
     outcome = f"{losses}, {comparison}" if losses else "hung"
     if trial is Trial.AS_IS:

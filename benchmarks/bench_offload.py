@@ -3,7 +3,7 @@
     python benchmarks/bench_offload.py [--devices 8] [--only 32,4] [--in-host 16]
 
 Overhead in F beyond the work, 6 F per microbatch, of plans without and with offload, and the
-planning time: wall clock and processor time of all cores. F, B, W and a message take 1, 1.15, 0.85
+planning time: wall clock and processor time of all cores. F, B, W and a message need 1, 1.15, 0.85
 and 0.05, a chunk stays allocated from F to W, and t is the time of a copy in one direction, in F.
 """
 

@@ -39,7 +39,7 @@ GOAL = 1.02
 
 
 def in_a_row(schedule: Schedule, iterations: int) -> Schedule:
-    """Return the schedule of so many iterations that no barrier keeps apart."""
+    """Return the schedule of a number of iterations without barriers between them."""
     size = schedule.num_microbatches
     rows = (
         tuple(
@@ -55,7 +55,7 @@ def in_a_row(schedule: Schedule, iterations: int) -> Schedule:
 def iterate(
     program: Program, transport: Transport, costs: Costs, iterations: int, goes_ahead: bool
 ) -> float:
-    """Return the seconds that the slowest rank took for all iterations."""
+    """Return the seconds of the slowest rank for all iterations."""
     rank = dist.get_rank()
     local_stages = stages_of(program.schedule.placement, dist.get_world_size())[rank]
     stages = {stage: SleepingStage(costs, stage) for stage in local_stages}
@@ -108,7 +108,7 @@ def measure(
 
 
 def main() -> None:
-    """Parse the command line, run both ways and print them beside their simulation."""
+    """Parse the command line, run both variants and print measured and simulated times."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedule", default="v-zb")
     parser.add_argument("--ranks", type=int, default=8)

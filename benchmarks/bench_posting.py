@@ -53,10 +53,10 @@ def share_posted_early(program: Program) -> float:
 
 
 def reposted(program: Program, passes_ahead: int) -> Program:
-    """Return the program with every receive so many passes ahead, in the order of its stream.
+    """Return the program with every receive a number of passes earlier, in stream order.
 
-    None stands before a pass of its own device that its message comes after, which would hang by
-    itself.
+    A receive is never moved before a pass of its device on which its message depends, because that
+    would hang in any case.
     """
     num_passes_before = passes_before(program)
     rows = tuple(
@@ -120,7 +120,7 @@ def _reposted(
 
 
 def step_us(program: Program, *, is_ideal: bool = False) -> float:
-    """Return what a step takes whose messages start once sent and posted, and take `send_us`."""
+    """Return the step time if messages start once sent and posted, and need `send_us`."""
     planned, rows = program.planned, program.instructions
     duration_us = {
         slot.work: slot.end - slot.start
@@ -201,7 +201,7 @@ def catalogue_programs() -> Iterator[tuple[Schedule, Costs | None]]:
 
 
 def drawn_plans(number: int) -> Iterator[tuple[Schedule, Costs]]:
-    """Yield plans for drawn costs of unlike stages and drawn limits."""
+    """Yield plans for random costs of different stages and random memory limits."""
     draw = random.Random(1)
     for _ in range(number):
         devices = draw.randint(2, 16)

@@ -55,7 +55,7 @@ MEGATRONS = {"forward_step": KINDS[Kind.F], "backward_step": KINDS[Kind.BW]}
 
 
 class Run(NamedTuple):
-    """What a run has told, in ms."""
+    """Measurements of a run, in ms."""
 
     step: float
     passes: float  # from the first to the last of a step
@@ -64,7 +64,7 @@ class Run(NamedTuple):
 
 
 def measure(flags: tuple[str, ...], options: argparse.Namespace) -> Run:
-    """Train so and return what it tells; raises SystemExit if it fails."""
+    """Train with these flags and return the measurements; raises SystemExit if the run fails."""
     variables = {"PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
@@ -135,7 +135,7 @@ def run_rank(arguments: list[str]) -> None:
     if {"1f1b", "interleaved-1f1b"}.isdisjoint(arguments):
         for name in KINDS.values():
             setattr(MegatronStage, name, longer(getattr(MegatronStage, name), key_of(name)))
-    else:  # which do not tell a backward's chunk
+    else:  # these have no chunk for a backward
         for name, key in MEGATRONS.items():
             setattr(schedules, name, longer(getattr(schedules, name), lambda *_, key=key: key))
     train = training.train
@@ -150,7 +150,7 @@ def run_rank(arguments: list[str]) -> None:
 
 
 def _told(ran: list[tuple[str, float, float]]) -> str:
-    """Return what a rank tells of its passes: what they lasted, and when its steps were."""
+    """Return a rank's report: durations of its passes, and start and end of its steps."""
     of_step = len(ran) // STEPS
     steps = [
         ran[step_index * of_step : (step_index + 1) * of_step]
@@ -165,9 +165,9 @@ def _told(ran: list[tuple[str, float, float]]) -> str:
 
 
 def times(run: Run, schedule: Schedule) -> dict[Kind, list[list[float]]]:
-    """Return what F, B, W and BW of every stage lasted, of every slice of a microbatch.
+    """Return the durations of F, B, W and BW of every stage, for every slice of a microbatch.
 
-    A stage whose W all ran with their B has halves of those, which nothing then takes.
+    A stage that ran every W with its B gets half of these durations, which are then not used.
     """
     times_by_kind: dict[Kind, list[list[float]]] = {kind: [] for kind in KINDS}
     chunks = [0] * schedule.num_devices
@@ -195,8 +195,8 @@ def times(run: Run, schedule: Schedule) -> dict[Kind, list[list[float]]]:
 
 
 def simulated(run: Run, schedule: Schedule) -> float:
-    """Return what the passes of a step take by the simulator, in ms, at what they lasted."""
-    unsliced = replace(schedule, slices=1)  # so that every slice has a cost of its own
+    """Return the simulated time of the passes of a step, in ms, from the measured durations."""
+    unsliced = replace(schedule, slices=1)  # so that every slice has a separate cost
     times_by_kind = times(run, schedule)
     means = {
         kind: [statistics.fmean(durations) for durations in times_by_kind[kind]] for kind in KINDS

@@ -52,7 +52,7 @@ RUNS = {
 
 
 class Run(NamedTuple):
-    """What a run tells of the time of its passes and of its memory."""
+    """Times of the passes of a run, and its memory."""
 
     predicted_ms: float
     measured_ms: float
@@ -61,12 +61,12 @@ class Run(NamedTuple):
 
     @property
     def worst(self) -> float:
-        """Return the MiB of the rank that holds most."""
+        """Return the largest memory of a rank, in MiB."""
         return max(map(sum, zip(self.activations, self.state_mib, strict=True)))
 
 
 def measure(flags: tuple[str, ...], options: argparse.Namespace) -> Run:
-    """Train so and return what it tells; raises SystemExit if it fails."""
+    """Train with these flags and return the measurements; raises SystemExit if the run fails."""
     variables = {"PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment = os.environ | variables
     command = [
@@ -142,7 +142,7 @@ def run_rank(arguments: list[str]) -> None:
     begin, train = DeviceCollectives.begin, training.train
 
     def begin_late(together: Any, job: Any, inputs: Any) -> Any:
-        if inputs:  # within a pass: what it has computed by now is summed
+        if inputs:  # within a pass: its results so far are summed
             sleep_on("summed")
         return begin(together, job, inputs)
 

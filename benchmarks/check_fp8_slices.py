@@ -3,7 +3,7 @@
 
     python benchmarks/check_fp8_slices.py [--hidden 4096] [--tokens 4096]
 
-Needs one GPU with FP8 (Hopper or later); takes under a minute. For each layer and recipe the script
+Needs one GPU with FP8 (Hopper or later); needs under a minute. For each layer and recipe the script
 
 1. runs passes in the order of sequence slices, with Transformer Engine alone and with the adapter,
    and compares main_grad with the sum of the gradients of the single backwards;
@@ -73,7 +73,7 @@ class Case(NamedTuple):
 
 
 class Passes:
-    """Runs passes of a layer by their names; F0 is told that its microbatch is the first."""
+    """Runs passes of a layer by their names; F0 is marked as the first microbatch."""
 
     def __init__(self, case: Case, adapted: bool) -> None:
         torch.manual_seed(0)
@@ -87,7 +87,7 @@ class Passes:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """Return main_grad of the weight matrices, to which Transformer Engine adds by itself."""
+        """Return main_grad of the weight matrices, to which Transformer Engine itself adds."""
         return [parameter.main_grad for parameter in self.layer.parameters() if parameter.dim() > 1]
 
     def run(self, name: str) -> None:
@@ -159,9 +159,9 @@ def keeping_rowwise() -> Iterator[None]:
 def retained(case: Case) -> tuple[int, list[Tensor]]:
     """Return the bytes that a B leaves for its W, after a first microbatch, and the gradients."""
     passes = Passes(case, adapted=True)
-    for name in ("F0", "BW0"):  # what is allocated once
+    for name in ("F0", "BW0"):  # memory that is allocated once
         passes.run(name)
-    gc.collect()  # what earlier cases have left
+    gc.collect()  # garbage of earlier cases
     bytes_before = torch.cuda.memory_allocated()
     for name in ("F1", "B1"):
         passes.run(name)

@@ -6,7 +6,7 @@
 TP 2 with sequence parallelism and PP 2 under v-half: the weight gradients of column-parallel layers
 gather their inputs over NCCL, within the graphs of W. Gradients of all parameters and steps are
 compared bit by bit with those of the run without graphs, in Megatron's deterministic mode. The same
-run without that mode, twice, shows what a GPU's own order of additions changes. With `--device
+run without that mode, twice, shows the effect of the GPU's order of additions. With `--device
 cpu`, there are no graphs; it shows that the script runs. Exits with 1 if a run failed or differs.
 """
 

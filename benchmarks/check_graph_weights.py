@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Check on one GPU that CUDA graphs of F, B and W make the gradients of the passes they stand for.
+"""Check on one GPU that CUDA graphs of F, B and W give the gradients of the eager passes.
 
     python benchmarks/check_graph_weights.py [--output FILE.json] [--only PART ...]
 
@@ -9,7 +9,7 @@ layers           Four Transformer Engine layers of a 70B model at TP 8, as rank 
                  them under v-half: eagerly, by graphs that compute W in B, by graphs of F, B and
                  W, and by those without the copies that a late W needs, which must differ.
 fp8-delayed      The same layers in FP8: graphs of F, B and W against graphs that compute W in B,
-fp8-current      in the same pass order, so that scales are updated alike.
+fp8-current      in the same pass order, so that scales are updated equally.
 fp8-block
 trainer-eager    Megatron's trainer, one rank of a job whose other ranks are not there: without
 trainer-graphs   graphs, with --cuda-graph-impl transformer_engine and W in B, and with W apart.
@@ -208,7 +208,7 @@ class Rank:
                 is_full = str(work.kind) == "BW"
                 with nullcontext() if is_full else self.state.jobs.collect(key):
                     torch.autograd.backward(outputs.pop(key), data[key][1])
-            if str(work.kind) in ("B", "BW"):  # a graph's own memory
+            if str(work.kind) in ("B", "BW"):  # memory of a graph
                 gradients[key] = inputs.pop(key).grad.clone()
         return [gradients[key] for key in sorted(gradients)]
 
@@ -330,7 +330,7 @@ def _wrong(sums: Sequence[Any], expected: Sequence[Any]) -> list[int]:
 
 
 def _kinds() -> tuple[type, type]:
-    """Return a Capture that notes what its check would raise, and one that makes no copies."""
+    """Return a Capture that records the errors of its check, and one that makes no copies."""
     from megatron_vshape.mcore.split.graphs import Capture
     from megatron_vshape.mcore.split.te_layers import StoreError
 
@@ -529,7 +529,7 @@ def checksum(tensor: Any) -> int:
 
 
 def _fill_messages() -> None:
-    """Have what a stage receives depend on its pass and microbatch alone."""
+    """Make the input of a stage depend on its pass and microbatch alone."""
     import torch
 
     from megatron_vshape.core.model.kinds import PARTS, Kind
@@ -548,7 +548,7 @@ def _fill_messages() -> None:
 
     stage: Any = MegatronStage
     for seed, kind in enumerate((*PARTS, Kind.BW)):
-        # A B and a whole backward receive the same.
+        # A B and a full backward receive the same gradient.
         seed = 1 if str(kind) in ("B", "BW") else seed + 2
         setattr(stage, kind.method, filled(seed, getattr(stage, kind.method)))
 
@@ -608,7 +608,7 @@ def run_parts(names: Sequence[str], output: Path) -> dict[str, Any]:
 
 
 def lines_of(name: str, part: Mapping[str, Any]) -> Iterator[str]:
-    """Yield lines on what a part found."""
+    """Yield lines on the results of a part."""
     yield f"## {name} ({part.get('seconds', math.nan):.0f} s)"
     if "error" in part:
         yield part["error"]
@@ -640,7 +640,7 @@ def lines_of(name: str, part: Mapping[str, Any]) -> Iterator[str]:
 
 
 def verdicts(results: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Yield what must hold, and whether it does."""
+    """Yield the required properties, and whether they are true."""
     layers = results.get("layers", {})
     if "layers" in results:
         result = layers.get("graphs of F, B and W", {})
@@ -660,7 +660,7 @@ def verdicts(results: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
 
 
 def main() -> int:
-    """Run the parts, print what they found, and return 1 if something is wrong."""
+    """Run the parts, print their results, and return 1 if one of them is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("graph_weights.json"))
     parser.add_argument("--only", nargs="+", choices=LIMITS_S, default=list(LIMITS_S))

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Captures a chunk's passes in CUDA graphs, and checks on a GPU what runs with them count on.
+"""Capture the passes of a chunk in CUDA graphs, and check the assumptions of runs on a GPU.
 
     python benchmarks/check_graphs.py [--hidden 2048] [--layers 4]
 
-A replay's results lie in memory that the allocator tells is graphs' own, the next replay overwrites
-them, and what is kept of them by then stays as it was. The gradients are those of the same passes
-run one by one. Ends with 1 where one of this is not so.
+The results of a replay are in memory that the allocator reports as memory of graphs. The next
+replay overwrites them, and copies made before it are unchanged. The gradients equal those of the
+same passes run one by one. Exits with 1 if one of these conditions is false.
 """
 
 import argparse
@@ -25,10 +25,10 @@ ROWS = 512
 
 
 def passes(chunk: nn.Module, chunk_input: Tensor) -> tuple[Tensor, Tensor]:
-    """Run F and B; return the output, and the gradient of the input as it leaves the chunk.
+    """Run F and B; return the output, and the gradient of the input as the chunk returns it.
 
-    Weights' gradients are added up beside, as Megatron's hooks do: torch takes a graph's own memory
-    for a `.grad` that is not there yet, and the next replay would write to it.
+    Weight gradients are accumulated in another buffer, as Megatron's hooks do: torch would use
+    memory of the graph for a missing `.grad`, and the next replay would write to it.
     """
     gradients: list[Tensor] = []
     entry = chunk_input.detach().requires_grad_().view_as(chunk_input)
@@ -42,7 +42,7 @@ def passes(chunk: nn.Module, chunk_input: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    """Print what was checked."""
+    """Run the checks and print their results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hidden", type=int, default=2048, help="Default: %(default)s")
     parser.add_argument("--layers", type=int, default=4, help="Default: %(default)s")

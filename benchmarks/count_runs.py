@@ -3,10 +3,10 @@
     python benchmarks/count_runs.py --megatron CHECKOUT --te DIRECTORY [--only TEXT]
                                     [--add EVIDENCE]
 
-The runs stand in benchmarks/evidence/runs.csv, where `--add` puts those of a folder that holds
-bridge_performance.json, mlperf.json and kwai.json. What is counted does not depend on a GPU's
-rates, so that `benchmarks/fit_rates.py` and `benchmarks/evidence.py` need not rehearse again.
-Ranks with one and with two layers are rehearsed; every further layer counts what the second added.
+The runs are in benchmarks/evidence/runs.csv, to which `--add` adds the runs of a folder with
+bridge_performance.json, mlperf.json and kwai.json. Counts do not depend on the rates of a GPU, so
+`benchmarks/fit_rates.py` and `benchmarks/evidence.py` need not count again. Ranks with one and with
+two layers are counted; every further layer has the counts that the second layer adds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron_vshape.rehearsal.work import is_once
 
 
 def main() -> None:
-    """Count what is not there yet."""
+    """Count the runs that are missing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--add", type=Path, metavar="EVIDENCE")
     parser.add_argument("--megatron", type=Path, required=True)

@@ -53,8 +53,8 @@ ROOT = Path(__file__).resolve().parents[1]
 EVIDENCE = ROOT / "benchmarks" / "evidence"
 COUNTED = EVIDENCE / "counted_sets.json"
 CONFIGS = ROOT / "configs"
-MOST_GROUPS = 16  # of as many microbatches as devices, that a fit tries
-HOST_STEP_US, MOST_HOST_US = 10, 1000  # of a pass, that a fit tries
+MOST_GROUPS = 16  # largest number of microbatches per device that a fit tries
+HOST_STEP_US, MOST_HOST_US = 10, 1000  # of a pass, tried by a fit
 
 HEAD = """\
 # Evidence
@@ -115,10 +115,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What a row is predicted to take."""
+    """Predictions for a row."""
 
     time_us: float
-    held_bytes: float  # activations of the device that holds most
+    held_bytes: float  # largest activation memory of a device
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Set:
 
     description: Mapping[str, Any]
     rows: tuple[Row, ...]
-    costs_of: Callable[[int, bool], Costs]  # costs of so many stages, recomputed or not
+    costs_of: Callable[[int, bool], Costs]  # costs of a number of stages, recomputed or not
     model: ModelFile | None
 
     @property
@@ -141,7 +141,7 @@ class Set:
         return bool(self.description.get("post_validation", False))
 
     def predict(self, row: Row, microbatches: int, host_us: float = 0.0) -> Predicted:
-        """Return what a row takes if every pass takes so much longer."""
+        """Return the predictions for a row if every pass needs `host_us` more."""
         schedule = make(row.schedule, self.devices, microbatches, row.chunks)
         costs = self.costs_of(schedule.num_stages, row.recompute)
         costs = longer(costs, host_us, schedule.splits_backward)
@@ -160,7 +160,7 @@ class Set:
         return min(counts, key=lambda count: self._off(fitted, count))
 
     def host_us(self, microbatches: int) -> float | None:
-        """Return the time per pass, fitted to a row's speed, that `host_fit` asks for."""
+        """Return the time per pass, fitted to the speed of the row named by `host_fit`."""
         if "host_fit" not in self.description:
             return None
         fitted = self._row(self.description["host_fit"])
@@ -208,7 +208,7 @@ class Set:
         return next(row for row in self.rows if row.schedule == schedule)
 
 
-@cache  # a fit asks for the same ones many times
+@cache  # a fit requests the same schedules many times
 def make(name: str, devices: int, microbatches: int, chunks: int | None) -> Schedule:
     """Return a schedule of the catalogue."""
     schedule_name = f"{name}:{chunks}" if chunks else name
@@ -216,7 +216,7 @@ def make(name: str, devices: int, microbatches: int, chunks: int | None) -> Sche
 
 
 def longer(costs: Costs, pass_us: float, splits: bool) -> Costs:
-    """Return costs with so much more for each pass: F and BW, or F, B and W."""
+    """Return costs with additional time for each pass: F and BW, or F, B and W."""
     names = ("forward_us", "backward_us", "weight_us")[: 3 if splits else 2]
     return replace(
         costs, **{name: tuple(us + pass_us for us in getattr(costs, name)) for name in names}
@@ -224,7 +224,7 @@ def longer(costs: Costs, pass_us: float, splits: bool) -> Costs:
 
 
 def read_sets() -> list[Set]:
-    """Return the published sets with what their costs are made from."""
+    """Return the published sets with the inputs of their costs."""
     sets = []
     for description in yaml.safe_load((EVIDENCE / "published.yaml").read_text()):
         rows = tuple(Row(**row) for row in description["rows"])
@@ -288,10 +288,10 @@ _KEPT = """stage sizes kinds held_bytes held_parts chunk_parameters chunk_layers
 
 
 class Kept(Counts):
-    """Counts that lie in docs/evidence, where what is counted anew is added."""
+    """Counts stored in docs/evidence, to which new counts are added."""
 
     def count(self, combinations: Any, tell: Any) -> tuple[int, int]:
-        """Count what is neither here nor there."""
+        """Count combinations that are missing in memory and in the file."""
         saved = json.loads(COUNTED.read_text()) if COUNTED.is_file() else {}
         combinations = list(combinations)
         for config in combinations:
@@ -446,7 +446,7 @@ def grid_search() -> Iterator[str]:
 
 
 def trained_here() -> Iterator[str]:
-    """Yield the sections of what was trained on this project's own machines."""
+    """Yield the sections on training on this project's machines."""
     losses, speed = EVIDENCE / "loss_parity.csv", EVIDENCE / "speed.md"
     if losses.exists():
         with losses.open(newline="") as stream:

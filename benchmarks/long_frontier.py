@@ -27,7 +27,7 @@ SHARES = (0.125, 0.1875, 0.25, 0.375, 0.5, 0.625, 0.75, 1.0)
 
 
 def families(devices: int, microbatches: int, steps: int | None) -> dict[str, PlanRequest]:
-    """Return the questions by what their plans may do to hold less."""
+    """Return the plan requests by the memory techniques that their plans may use."""
     costs = Costs.uniform(devices, 4 * devices, 1, 1.15, 0.85, 0.05, host=0.01)
     alone = PlanRequest(AUTO, devices, microbatches, costs, steps=steps)
     return {
@@ -80,7 +80,7 @@ def drawn(devices: int, microbatches: int, steps: int | None, folder: Path) -> l
 
 
 def _cell(points: Sequence[Point], limit: float, work: float) -> str:
-    """Return how much longer than the work the plan at a limit takes, and its slices."""
+    """Return by how many percent the plan at a limit exceeds the work, and its slices."""
     point_at_limit = next((point for point in points if point.limit == limit), None)
     if point_at_limit is None:
         return "-"

@@ -77,7 +77,7 @@ def table() -> list[str]:
 
 
 def _permutation(ranks: Sequence[Rank]) -> str:
-    """Compare the whole backward with and without --moe-permute-fusion."""
+    """Compare the full backward with and without --moe-permute-fusion."""
     plain, fused = (
         next(pair for pair in _pairs(rank) if pair[0]["kind"] == "BW") for rank in ranks[:2]
     )
@@ -118,7 +118,7 @@ def _added(rank: Rank) -> tuple[int, int]:
 
 
 def _pairs(rank: Rank) -> Iterator[tuple[Rank, Rank]]:
-    """Yield measured and rehearsed kinds; a rehearsal calls Megatron's whole backward B."""
+    """Yield measured and estimated kinds; an estimate names Megatron's full backward B."""
     measured = {
         (measured_kind["kind"], measured_kind["chunk"]): measured_kind
         for measured_kind in rank["kinds"]
@@ -183,7 +183,7 @@ def _passes(ranks: Sequence[Rank]) -> Iterator[str]:
 
 
 def _microbatch_ms(ranks: Sequence[Rank], name: str) -> float:
-    """Return what the passes of a microbatch take on rank 0, all chunks together."""
+    """Return the time of the passes of a microbatch on rank 0, all chunks together."""
     (kinds,) = (rank["kinds"] for rank in ranks if rank["name"] == name and not rank["rank"])
     forwards = sum(kind["number"] for kind in kinds if kind["kind"] == "F")
     chunks = len({kind["chunk"] for kind in kinds})

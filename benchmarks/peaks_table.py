@@ -44,7 +44,7 @@ SUM_US = 200.0
 
 
 class Case(NamedTuple):
-    """What is rehearsed: flags, and the schedule with the costs of its stages."""
+    """An estimated case: flags, and the schedule with the costs of its stages."""
 
     name: str
     flags: list[str]
@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
 
 class Model(NamedTuple):
-    """The sizes, and what was counted of twice as many stages as ranks."""
+    """The sizes, and the counts of twice as many stages as ranks."""
 
     devices: int
     microbatches: int
@@ -64,11 +64,11 @@ class Model(NamedTuple):
 
     @property
     def pieces(self) -> Pieces:
-        """Return what a layer and the model's ends need."""
+        """Return the costs of a layer, and of embedding and output layer."""
         return Pieces.of(self.costs, self.even(v_shape(self.devices)))
 
     def even(self, placement: Placement) -> tuple[int, ...]:
-        """Return the layers of every stage, as many for each but for what the ends count as."""
+        """Return the layers per stage, balanced with the costs of embedding and output layer."""
         layers = list(even_layers(self.layers + sum(self.ends), placement))
         layers[0] -= self.ends[0]
         layers[-1] -= self.ends[1]
@@ -76,7 +76,7 @@ class Model(NamedTuple):
 
 
 def named(model: Model, name: str) -> Case:
-    """Return a schedule of the catalogue, by its name; 1F1B is Megatron's own."""
+    """Return a schedule of the catalogue, by its name; 1F1B is Megatron's."""
     schedule = make(name, model.devices, model.microbatches)
     costs = regroup(model.costs, schedule.num_stages, name)
     if name == "1f1b":
@@ -85,7 +85,7 @@ def named(model: Model, name: str) -> Case:
 
 
 def interleaved(model: Model) -> Case:
-    """Return Megatron's own, of as many stages as layers."""
+    """Return Megatron's interleaved schedule, with a stage per layer."""
     chunks = (model.layers + sum(model.ends)) // model.devices
     schedule = make("interleaved-1f1b", model.devices, model.microbatches, num_chunks=chunks)
     costs = model.pieces.costs(model.even(looping(model.devices, chunks)))
@@ -106,7 +106,7 @@ def split(model: Model) -> Case:
 def predicting(model: Model) -> Case:
     """Return V-Half with one layer of multi-token prediction in the last stage."""
     flags = ["--pipeline-schedule", "v-half", "--mtp-num-layers", "1"]
-    flags += ["--position-embedding-type", "rope"]  # Megatron refuses learned positions
+    flags += ["--position-embedding-type", "rope"]  # Megatron rejects learned positions
     layers = model.even(v_shape(model.devices))
     schedule = make("v-half", model.devices, model.microbatches)
     return Case("v-half, MTP", flags, schedule, model.pieces.predicting(1).costs(layers))
@@ -179,7 +179,7 @@ def main() -> None:
 
 
 def counted(options: argparse.Namespace) -> Costs:
-    """Return the costs of the stages; inner ranks, which are alike, are counted as one."""
+    """Return the costs of the stages; inner ranks, which are equal, are counted as one."""
     file = options.folder / "costs.json"
     if not file.exists():
         arguments = ["--megatron", options.megatron, "--te", options.te, "--gpus", options.gpus]
@@ -224,7 +224,7 @@ def rehearse(
 
 
 def report_file(folder: Path, key: str, stage: int) -> Path:
-    """Return the file of what a rank was found to need."""
+    """Return the file with the estimate of a rank."""
     return folder / f"{key}-{stage}.json"
 
 

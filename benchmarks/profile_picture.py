@@ -47,7 +47,7 @@ PROFILED = (
 ).split()
 PASS = re.compile(r"(F|B|W|BW)(\d+)\.\d+")
 ROWS = ("passes and waits", "weight jobs", "torch's operations")
-MARGIN = 0.25  # of a W, beside it in the lower picture
+MARGIN = 0.25  # of a W, on each side in the lower picture
 LEAST_TEXT = 0.007  # of the picture's width, per character
 
 
@@ -76,7 +76,7 @@ def trace(folder: Path) -> list[dict[str, object]]:
 
 
 def spans(events: Sequence[dict[str, object]]) -> list[Span]:
-    """Return what the rows show: labels, and the operations that no other encloses."""
+    """Return the spans to draw: labels, and the outermost operations."""
     all_spans: list[Span] = []
     for event in events:
         name, kind = str(event["name"]), event.get("cat")
@@ -135,7 +135,7 @@ def draw(axes: Axes, shown: Sequence[Span], begin: float, end: float, num_rows: 
 
 
 def picture(shown: Sequence[Span]) -> Figure:
-    """Return the figure: the whole step, and below it the first W with what is around it."""
+    """Return the figure: the full step, and below it the first W with its surroundings."""
     figure = Figure(figsize=(9, 2.9), layout="constrained")
     FigureCanvasAgg(figure)
     full_axes, part = figure.subplots(2, 1, height_ratios=(1, 3))

@@ -1,7 +1,7 @@
-"""Runs that others have measured and published, in one form, and what is predicted of their steps.
+"""Published measurements of runs, in one form, and predictions of their step times.
 
-In benchmarks/evidence, `models.yaml` has their flags, `counted.json` the work of a microbatch on a
-rank with one and with two layers, as `benchmarks/count_runs.py` counted it.
+In benchmarks/evidence, `models.yaml` has their flags, and `counted.json` the work of a microbatch
+on a rank with one and with two layers, counted by `benchmarks/count_runs.py`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def models() -> Row:
 
 
 def key_of(row: Row) -> str:
-    """Return the name of what is counted once: the model, its sizes, and the node's kind."""
+    """Return the key of a count: the model, its sizes, and the type of node."""
     kind = "wide" if row["gpu"].startswith("g") else row["gpu"]
     sizes = " ".join(f"{name}={row[name]}" for name in SIZES)
     return f"{row['model']} {sizes} gpus={row['gpus']} {kind}"
@@ -87,7 +87,7 @@ def _rules_of(row: Row) -> Iterator[Row]:
 
 
 def flags_of(row: Row, layers: int) -> list[str]:
-    """Return the run's flags with so many layers a rank, and without virtual stages."""
+    """Return the run's flags with a number of layers per rank, and without virtual stages."""
     known_models = models()
     text = f"{known_models['every']} {known_models['models'][row['model']]}"
     for rule in _rules_of(row):
@@ -111,7 +111,7 @@ def flags_of(row: Row, layers: int) -> list[str]:
 
 @cache
 def counted() -> Row:
-    """Return what was counted, by the rows' keys."""
+    """Return the counts by the rows' keys."""
     counts: Row = json.loads(COUNTED.read_text()) if COUNTED.is_file() else {}
     return counts
 

@@ -41,7 +41,7 @@ FLAGS = f"""
 
 
 def with_copies(share: float) -> Schedule:
-    """Return an interleaved 1F1B that copies this share of what each device's F leave behind."""
+    """Return an interleaved 1F1B that offloads this share of the activations of F."""
     base = make("interleaved-1f1b", RANKS, MICROBATCHES, num_chunks=CHUNKS)
     rows = tuple(tuple(_copied(row, share)) for row in base.order)
     schedule = replace(base, name=f"{share:.0%} of chunks copied", order=rows)

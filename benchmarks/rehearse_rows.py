@@ -54,8 +54,10 @@ FITTED = {
     "gb_200_release": 32,
     "nemotron3_super": 64,
 }
-"""GPUs of runs that do not say it: the power of two at which what is held between steps fits, so
-that of these rows only the peak is a prediction."""
+"""GPUs of runs that do not specify them: the power of two at which the memory between steps fits.
+
+Only the peak of these rows is a prediction.
+"""
 
 OLDER_TORCH = (
     "15b_8t_release_sm gb200",
@@ -68,21 +70,23 @@ OLDER_TORCH = (
     "gb_200_release",
 )
 HOPPER_ALONE = ":4096:2:16:8"
-"""Blackwell's golden values of before May 2026 (`git log` of their files) were made with a torch
-that gave cuBLAS 32 MiB on Hopper alone, all later ones with one that does on Blackwell, as today's.
-What it gave is written as the variable that sets it (aten/src/ATen/cuda/CublasHandlePool.cpp).
+"""Variable of the cuBLAS workspace for Blackwell's golden values from before May 2026.
+
+They were measured (`git log` of their files) with a torch that gave cuBLAS 32 MiB on Hopper alone;
+later ones with a torch that does so on Blackwell too, as today's. The variable sets the workspace
+of the older torch (aten/src/ATen/cuda/CublasHandlePool.cpp).
 """
 
 NOT_YET = "not run yet"
 
 NODE = 8
-"""GPUs of the small cases that do not say it: one node."""
+"""GPUs of the small cases that do not specify them: one node."""
 
 VOCABULARY = {"nemotron3_super": 131072}
 
 
 def main() -> None:
-    """Rehearse what is not there yet."""
+    """Estimate the missing rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", type=Path)
     parser.add_argument("--megatron", type=Path, required=True)

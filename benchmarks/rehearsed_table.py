@@ -84,7 +84,7 @@ def _off(row: Row, what: str) -> float:
 
 
 def _tenth(values: Sequence[float]) -> float:
-    """Return what nine in ten are below."""
+    """Return the 90th percentile."""
     return sorted(values)[max(0, -(-9 * len(values) // 10) - 1)]
 
 

@@ -1,9 +1,9 @@
-"""Ask `advise` about published recipes, once per model and system; makes benchmarks/recipes.md.
+"""Run `advise` for published recipes, once per model and system; prints benchmarks/recipes.md.
 
     python benchmarks/replan_recipes.py [RECIPES.json --megatron CHECKOUT --te DIRECTORY]
 
-RECIPES.json holds {"rows": [{"recipe", "options"}]}, of NVIDIA-NeMo/Megatron-Bridge. Without it the
-page is printed from benchmarks/evidence/replanned.json, which holds what was answered.
+RECIPES.json contains {"rows": [{"recipe", "options"}]}, of NVIDIA-NeMo/Megatron-Bridge. Without it
+the page is printed from the answers in benchmarks/evidence/replanned.json.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ TAKEN = """
 """.split()
 
 SECONDS = "24"
-"""Of looking for orders: twice advise's own, so that other work beside changes little."""
+"""Search seconds: twice the default of advise, to reduce the influence of other load."""
 
 Row = dict[str, Any]
 
 
 def main() -> None:
-    """Ask about every recipe that is not answered yet, or print the page."""
+    """Run `advise` for every recipe without an answer, or print the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipes", type=Path, nargs="?")
     parser.add_argument("--megatron", type=Path)
@@ -115,14 +115,14 @@ def flags_of(row: Row) -> tuple[str, list[str]]:
     }
     flags["max_position_embeddings"] = options["seq_length"]
     layout = options.get("pipeline_model_parallel_layout") or ""
-    if layout[:1] == "E":  # not what a function of the recipe's returns
+    if layout[:1] == "E":  # not the result of a function of the recipe
         flags["pipeline_model_parallel_layout"], chunks = layout, 1
     flags["num_virtual_stages_per_pipeline_rank"] = chunks if chunks > 1 else None
     return f"{match[1]}x{match[2]}", [*words, *flag_words(flags)]
 
 
 def ask(row: Row, megatron: Path, te: Path) -> Row:
-    """Return the answer's lines with the recipe's own parallelism and with any, or an error."""
+    """Return the answer's lines with the recipe's parallelism and with any, or an error."""
     gpus, words = flags_of(row)
     answers: Row = {"gpus": gpus}
     for name, keep_options in (("lines", ["--keep", "tp,pp,cp,ep,microbatch"]), ("anywhere", [])):
@@ -225,7 +225,7 @@ def page() -> str:
 
 
 def _counts(there: list[Row], words: str, within: float) -> str:
-    """Return the sentences about how many gain, and by what."""
+    """Return the sentences on the number of gains, and their causes."""
     gain_texts = []
     for past, name in (("today", "today's schedule"), ("stock", "the best stock schedule")):
         gains = [
@@ -253,7 +253,7 @@ def _counts(there: list[Row], words: str, within: float) -> str:
 
 
 def changed(today: Row, best: Row) -> Iterator[str]:
-    """Yield what a line does otherwise than today's run."""
+    """Yield the differences of a line from today's run."""
     old, new = today["shape"], best["shape"]
     if old["recompute"] != new["recompute"]:
         yield f"{new['recompute']} recomputation" if new["recompute"] != "none" else NO_RECOMPUTE

@@ -11,7 +11,7 @@ is Megatron's interleaved 1F1B with two chunks per rank; a dash marks numbers of
 Megatron rejects.
 
 With --gloo the runtime runs the schedules over gloo on CPU ranks. A pass sleeps for its time, of
-which F takes --unit-ms; the figures are medians of the rounds.
+which F needs --unit-ms; the figures are medians of the rounds.
 """
 
 from __future__ import annotations

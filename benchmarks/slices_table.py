@@ -49,12 +49,12 @@ PLANNED = (
 def costs_of(
     num_devices: int, num_stages: int, slices: int, parts: tuple[float, float, float] = REAL
 ) -> Costs:
-    """Return the costs of a whole microbatch; what slicing adds is what the host takes."""
+    """Return the costs of an unsliced microbatch; slices add the host time."""
     if parts == EVEN:
         return Costs.uniform(num_devices, num_stages)
     scale = 2 * num_devices / num_stages
     host = ADDED * scale * (1 - 1 / slices)
-    send = MESSAGE + LATENCY * slices  # of which a slice's takes its share
+    send = MESSAGE + LATENCY * slices  # of which a slice needs its share
     return Costs.uniform(num_devices, num_stages, *parts, send=send, host=host)
 
 
@@ -75,7 +75,7 @@ def planned(slices: int, share: float, parts: tuple[float, float, float], count:
 
 
 def planned_rows() -> Iterator[list[str]]:
-    """Yield the cells of every planned order beside what was known."""
+    """Yield the cells of every planned order with its previous result."""
     for slices, share, parts, results in PLANNED:
         for count, previous in zip(COUNTS, results, strict=True):
             text = ", ".join(f"{part:g}" for part in parts)
@@ -111,7 +111,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.planned:
         print("F, B, W          slices  limit  microbatches  known  planned")
-        for cells in planned_rows():  # one by one: they take a while
+        for cells in planned_rows():  # one by one, because they are slow
             print("{:16} {:>6}  {}  {:>12}  {:>5}  {:>7}  {}".format(*cells), flush=True)
         return
     heading = ["schedule", "slices", "peak", "F = B = W", "1, 1.15, .85"]

@@ -68,7 +68,7 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _rows(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield a line for each configuration; releases that measured it anew stand in one."""
+    """Yield a line for each configuration; releases that measured it again share one line."""
     groups: dict[tuple[str, ...], list[Row]] = defaultdict(list)
     for row in rows:
         how = f"{predicted(row)['step_s']:.3g}"

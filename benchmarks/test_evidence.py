@@ -1,4 +1,4 @@
-"""The evidence page is what its script prints, and the script predicts what it says."""
+"""The evidence page is the output of its script, and the predictions do not use their targets."""
 
 from dataclasses import replace
 
@@ -14,13 +14,13 @@ def small_budget() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_is_what_the_script_prints() -> None:
+def test_page_equals_the_output_of_the_script() -> None:
     page = (ROOT / "benchmarks" / "evidence.md").read_text()
     assert page == evidence.page(), "python benchmarks/evidence.py > benchmarks/evidence.md"
 
 
-def test_a_published_figure_is_no_input_of_its_prediction() -> None:
-    """But of the row that is fitted, no figure moves what is predicted."""
+def test_predictions_do_not_use_published_figures() -> None:
+    """Except for the fitted row, no published figure changes a prediction."""
     (published,) = (
         published for published in evidence.read_sets() if "Primus" in published.description["name"]
     )
@@ -37,7 +37,7 @@ def test_a_published_figure_is_no_input_of_its_prediction() -> None:
         )
 
 
-def test_a_line_of_memory_goes_through_the_two_rows_it_names() -> None:
+def test_memory_line_goes_through_its_two_rows() -> None:
     (published,) = (
         published for published in evidence.read_sets() if "trial" in published.description["name"]
     )
@@ -48,10 +48,11 @@ def test_a_line_of_memory_goes_through_the_two_rows_it_names() -> None:
             assert memory == pytest.approx(row.memory)
 
 
-def test_longer_passes_cost_a_split_backward_more() -> None:
+def test_longer_passes_slow_split_backwards_more() -> None:
     (published,) = (published for published in evidence.read_sets() if published.model is None)
     for row, passes in zip(published.rows, (2, 2, 3, 3), strict=True):
         per_microbatch = passes * (row.chunks or 1)
         busy = [published.predict(row, count, 1e6).time_us for count in (48, 56)]
-        # With passes this long nothing else counts: a period is so many of them a microbatch.
+        # With passes this long no other cost matters: the step is a number of passes per
+        # microbatch.
         assert (busy[1] - busy[0]) / 8 == pytest.approx(per_microbatch * 1e6, rel=0.1)

@@ -12,7 +12,7 @@ def row(schedule: str, mfu: str, microbatch_size: str = "1") -> dict[str, str]:
 
 
 @pytest.mark.parametrize("backwards", [False, True])
-def test_the_best_of_all_batches_is_compared(backwards: bool) -> None:
+def test_best_of_all_batches_is_compared(backwards: bool) -> None:
     predicted = [row("1f1b", "0.4"), row("1f1b", "0.5", "2"), row("v-half", "")]
     published = [Published(64, "1f1b", 50.5, "1 1 2 1"), Published(64, "v-half", None, "-")]
     rows, winners_agree = grid_search.compared(
@@ -25,11 +25,11 @@ def test_the_best_of_all_batches_is_compared(backwards: bool) -> None:
     ]
 
 
-def test_another_winner_is_reported() -> None:
+def test_different_winner_is_reported() -> None:
     published = [Published(64, "1f1b", 50.0, ""), Published(64, "v-half", 40.0, "")]
     _, winners_agree = grid_search.compared(published, [row("1f1b", "0.4"), row("v-half", "0.5")])
     assert not winners_agree
 
 
-def test_the_papers_results_load() -> None:
+def test_results_of_the_paper_load() -> None:
     assert len(grid_search.load_published()) == 9

@@ -7,7 +7,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
-def test_the_table_of_slices_is_that_of_its_page():
+def test_table_of_slices_equals_its_page():
     command = [sys.executable, str(HERE / "slices_table.py"), "v-zb", "--slices", "4", "8"]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr

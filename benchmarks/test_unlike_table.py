@@ -1,4 +1,4 @@
-"""benchmarks/unlike_table.py: the lengths that it draws are those that it says."""
+"""benchmarks/unlike_table.py draws lengths from its documented distributions."""
 
 import importlib
 import json
@@ -19,7 +19,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("unlike_table")
 
 
-def test_pieces_of_a_conversation_are_one_up_to_where_the_file_is_cut(
+def test_parts_of_a_conversation_are_merged_in_a_truncated_file(
     table: ModuleType, tmp_path: Path
 ) -> None:
     def piece(name: str, size: int) -> dict[str, object]:
@@ -37,7 +37,7 @@ def test_pieces_of_a_conversation_are_one_up_to_where_the_file_is_cut(
     ("name", "middle", "least", "most"),
     [("sharegpt", 1083, 18, 8192), ("rl", 500, 0, 1e6), ("mock", 2237, 1024, 8192)],
 )
-def test_lengths_are_as_told(
+def test_lengths_follow_their_distribution(
     table: ModuleType, name: str, middle: float, shortest: float, longest: float
 ) -> None:
     rng = random.Random(0)

@@ -24,13 +24,13 @@ rank), a plan for uniform lengths, all in data order, and the same plan with reo
 which the busiest rank always works (medians of the draws), and the longest CPU time in ms of the
 reordering.
 
-With --gloo the runtime runs these orders over gloo, a process for each device, four microbatches a
-device; a pass sleeps for as long as it is predicted to take, of which one of mean length and of F
-takes --unit-ms. Beside the measured step, the median of the rounds, stands the simulated one, both
-of all draws together, and the gain of each.
+With --gloo the runtime runs these orders over gloo, with one process per device and four
+microbatches per device. A pass sleeps for its predicted time; --unit-ms is the time of F for a
+microbatch of mean length. The table has the measured step (median of the rounds) and the simulated
+step, both summed over all draws, and the gain of each.
 
-With --start: the processor time, in ms, of choosing the places at the start of a step of an 8B
-model. Medians of steps, their microbatches read from a loader with a worker.
+With --start: the CPU time, in ms, to choose the order of the microbatches at the start of a step of
+an 8B model. Medians over steps, with microbatches read from a loader with one worker.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ LLAMA = SimpleNamespace(
     gated_linear_unit=True,
     variable_seq_lengths=False,
 )
-"""Of Llama 3 8B, what the trainer's prices of microbatches read."""
+"""The fields of Llama 3 8B that the trainer's costs of microbatches read."""
 
 STEPS = 12
 
@@ -140,7 +140,7 @@ def of_rollouts(rng: random.Random) -> float:
 
 
 def of_mock_data(rng: random.Random) -> float:
-    """Draw what Megatron's example for mock data of fine-tuning does, in tokens."""
+    """Draw a length in tokens as in Megatron's example of mock data for fine-tuning."""
     return min(max(rng.lognormvariate(math.log(4096) - 1.1**2 / 2, 1.1), 1024.0), 8192.0)
 
 
@@ -148,13 +148,13 @@ NAMED: dict[str, Draw] = {"sharegpt": of_sharegpt, "rl": of_rollouts, "mock": of
 
 
 def drawing(lengths: str) -> Draw:
-    """Return what draws lengths of this name, or of this sigma around one."""
+    """Return a function that draws lengths of this name, or of this sigma with median one."""
     draw = NAMED.get(lengths)
     return draw or partial(random.Random.lognormvariate, mu=0.0, sigma=float(lengths))
 
 
 def unlike(costs: Costs, count: int, lengths_of: str, seed: int) -> Costs:
-    """Return the costs of so many microbatches of such lengths, by their name or sigma."""
+    """Return the costs of a number of microbatches with drawn lengths, by their name or sigma."""
     rng, draw = random.Random(seed), drawing(lengths_of)
     lengths = [draw(rng) for _ in range(count)]
     mean = sum(lengths) / count
@@ -201,7 +201,7 @@ def row(devices: int, count: int, lengths: str, draws: int) -> str:
 
 
 class UnlikeStage:
-    """A stage whose passes sleep as long as each microbatch's are to take."""
+    """A stage whose passes sleep for the predicted time of each microbatch."""
 
     def __init__(self, costs: Costs, stage: int) -> None:
         self._costs, self._stage = costs, stage
@@ -217,19 +217,19 @@ class UnlikeStage:
         return torch.zeros(SHAPE)
 
     def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Sleep as long as F takes."""
+        """Sleep for the time of F."""
         return self._take(microbatch, Kind.F)
 
     def backward_inputs(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Sleep as long as B takes."""
+        """Sleep for the time of B."""
         return self._take(microbatch, Kind.B)
 
     def backward_weights(self, microbatch: int) -> None:
-        """Sleep as long as W takes."""
+        """Sleep for the time of W."""
         self._take(microbatch, Kind.W)
 
     def backward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Sleep as long as B and W take."""
+        """Sleep for the time of B and W."""
         return self._take(microbatch, Kind.B, Kind.W)
 
 
@@ -257,7 +257,7 @@ def measure(
 
 
 def on_gloo(devices: int, lengths: str, draws: int, rounds: int, unit_us: float) -> None:
-    """Print steps of the orders over gloo beside their predictions."""
+    """Print step times of the orders over gloo and their predictions."""
     count = 4 * devices
     alike = Costs.uniform(devices, 2 * devices, unit_us, 1.15 * unit_us, 0.85 * unit_us)
     plan = plan_request(PlanRequest(AUTO, devices, count, alike)).schedule
@@ -291,7 +291,7 @@ class Documents(Dataset[dict[str, torch.Tensor]]):
     """Microbatches of one sequence each, with their cu_seqlens."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        """Take the lengths of all."""
+        """Store the lengths of all microbatches."""
         self._lengths = lengths
 
     def __len__(self) -> int:

@@ -55,7 +55,7 @@ LOGITS_BYTES = (6, 2)  # of one: 16 bits and softmax in 32 until B, the gradient
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A step and the GiB of the rank that holds most."""
+    """A step time and the largest memory of a rank, in GiB."""
 
     step: float
     gib: float
@@ -70,7 +70,7 @@ def widths_of(vocabulary: int) -> Widths:
 
 
 def pieces_of(vocabulary: int) -> Pieces:
-    """Return a layer and the ends, with one output layer, in chunk passes and bytes."""
+    """Return the costs of a layer and of embedding and output layer, in chunk passes and bytes."""
     layer = Piece(0.5, 0.5, 0.5, LAYER_BYTES, LAYER_BYTES)
     head = layer.times(widths_of(vocabulary).head_in_layers)
     after_forward, after_backward = (size * TOKENS * vocabulary for size in LOGITS_BYTES)
@@ -81,7 +81,7 @@ def pieces_of(vocabulary: int) -> Pieces:
 
 
 def shared_of(vocabulary: int, predicting: int) -> Pieces:
-    """Return the same where all devices share the ends."""
+    """Return the same with embedding and output layer split over all devices."""
     logits_bytes = TOKENS * (2 * vocabulary / DEVICES + 2 * HIDDEN) * (1 + predicting)
     return shared_pieces(pieces_of(vocabulary), DEVICES, SUM, logits_bytes, predicting)
 
@@ -138,14 +138,14 @@ def row(name: str, vocabulary: int, predicting: int) -> list[Cell]:
 
 
 class FirstAlgorithm(_PassInserter):
-    """Algorithm 1: T makes the gradient of the logits' input too, and B waits for its sum.
+    """Algorithm 1: T also computes the gradient of the logits' input, and B waits for its sum.
 
-    S makes logits alone. All devices join T as soon as the sums over the vocabulary are there,
-    which take no time here: more than an Algorithm 1 could have.
+    S computes logits alone. All devices start T when the sums over the vocabulary are available,
+    which needs no time here: this favors Algorithm 1.
     """
 
     def step(self) -> float:
-        """Return how long the step takes."""
+        """Return the step time."""
         self.insert_passes()
         return max(self.clock_us)
 
@@ -174,12 +174,12 @@ class FirstAlgorithm(_PassInserter):
             insort(self.collectives, _CollectivePass(max(parts), microbatch, HEAD_WEIGHT, home))
             return None
         ends = max(*parts, self.collectives_us[home]) + self.costs.time_us(LOSS, stage)
-        self.done_us[LOSS, stage, microbatch] = self.collectives_us[home] = ends  # what B waits for
+        self.done_us[LOSS, stage, microbatch] = self.collectives_us[home] = ends  # B waits here
         return None
 
 
 def by_first_algorithm(name: str, vocabulary: int, saved: float) -> tuple[float, float]:
-    """Return the step by Algorithm 2, and by 1 if its S and T take so much less, as a share."""
+    """Return the step by Algorithm 2, and by 1 if its S and T need less, as a share."""
     plain = make(name, DEVICES, MICROBATCHES)
     layers_per_stage = LAYERS // plain.num_stages
     costs = shared_of(vocabulary, 0).costs((layers_per_stage,) * plain.num_stages)

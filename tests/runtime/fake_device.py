@@ -588,7 +588,8 @@ class World:
     def run(self, body: Callable[[Device], None]) -> None:
         """Run a host with this body on every device, until all hosts and kernels have ended.
 
-        Raises: Hangs, Race, WrongData: see their docstrings.
+        Raises:
+            Hangs, Race, WrongData: see their docstrings.
         """
         hosts = [Host(device, body) for device in self.devices]
         threads = [threading.Thread(target=host.run, daemon=True) for host in hosts]
