@@ -94,7 +94,7 @@ def without_all_models() -> None:
         setattr(models, name, getattr(importlib.import_module(f"{models.__name__}.{module}"), name))
 
 
-def named(chunk: Any) -> Iterator[tuple[str, Any]]:
+def named_parameters(chunk: Any) -> Iterator[tuple[str, Any]]:
     """Yield the parameters of a chunk by their names in the full model."""
     for name, parameter in chunk.named_parameters():
         parts = name.split(".")
@@ -114,7 +114,7 @@ def fill(chunks: list[Any], part: str = "") -> list[Any]:
     import torch
 
     for chunk in chunks:
-        for name, parameter in named(chunk):
+        for name, parameter in named_parameters(chunk):
             if parameter.dim() > 1 and part in name:
                 seed = int(hashlib.sha256(name.encode()).hexdigest()[:12], 16)
                 generator = torch.Generator().manual_seed(seed)
@@ -269,7 +269,7 @@ def main() -> None:
             while hasattr(chunk, "module"):
                 chunk = chunk.module
             record["parameters"] |= {
-                name: parameter.detach().clone() for name, parameter in named(chunk)
+                name: parameter.detach().clone() for name, parameter in named_parameters(chunk)
             }
 
     def evaluation_ended(context: Any) -> None:

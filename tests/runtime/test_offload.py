@@ -97,7 +97,7 @@ def test_offload_keeps_gradients_bitwise(poisoned: None, dtype: torch.dtype) -> 
     assert offload.host.nbytes >= offload.bytes_by_stage[0]
 
 
-def late(monkeypatch: pytest.MonkeyPatch) -> None:
+def late_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """H fills the storages after B has begun: here, with the next microbatch's H."""
     copy_back, pending = Offload.copy_back, list[tuple[Offload, int, int]]()
 
@@ -144,7 +144,7 @@ def empty_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Offload, "copy_out", emptied_first)
 
 
-@pytest.mark.parametrize("mutant", [late, swapped, dropped, empty_too_early])
+@pytest.mark.parametrize("mutant", [late_copy, swapped, dropped, empty_too_early])
 def test_wrong_copies_change_the_gradients(
     poisoned: None, monkeypatch: pytest.MonkeyPatch, mutant: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
@@ -249,7 +249,7 @@ def test_tensors_saved_by_two_microbatches_stay_on_the_device(poisoned: None) ->
     assert offload.bytes_by_stage[0] == 2 * data.nbytes
 
 
-def taken(host: HostMemory, num_bytes: int) -> list[Tensor]:
+def blocks_from(host: HostMemory, num_bytes: int) -> list[Tensor]:
     blocks = host.take(num_bytes)
     assert blocks is not None
     return [block for block, _ in blocks]
@@ -257,11 +257,11 @@ def taken(host: HostMemory, num_bytes: int) -> list[Tensor]:
 
 def test_host_memory_is_reused_and_stops_growing() -> None:
     host = HostMemory(CPU)
-    first = taken(host, 16_000)
+    first = blocks_from(host, 16_000)
     assert sum(map(len, first)) >= 16_000
     assert host.nbytes == sum(map(len, first)) <= 16_000 * 17 / 16
     host.give_back(first, Moment(None))
-    repeated = taken(host, 16_000)
+    repeated = blocks_from(host, 16_000)
     assert {block.data_ptr() for block in repeated} == {block.data_ptr() for block in first}
     assert host.nbytes == sum(map(len, first))
     host.clear()
@@ -270,16 +270,16 @@ def test_host_memory_is_reused_and_stops_growing() -> None:
 
 def test_blocks_about_to_return_are_not_allocated_again() -> None:
     host = HostMemory(CPU)
-    first = taken(host, 16_000)
+    first = blocks_from(host, 16_000)
     host.expect_back()
     copy = threading.Timer(0.05, host.give_back, (first, Moment(None)))
     copy.start()
-    repeated = taken(host, 16_000)
+    repeated = blocks_from(host, 16_000)
     copy.join()
     assert {block.data_ptr() for block in repeated} == {block.data_ptr() for block in first}
     host.expect_back()
     host.give_back([], Moment(None))  # a copy that has failed
-    assert len(taken(host, 16_000)) == len(first)
+    assert len(blocks_from(host, 16_000)) == len(first)
 
 
 def test_program_thread_allocates_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +297,7 @@ def test_program_thread_allocates_host_memory(monkeypatch: pytest.MonkeyPatch) -
 
 def test_host_memory_stays_below_its_limit(caplog: pytest.LogCaptureFixture) -> None:
     host = HostMemory(CPU, most_bytes=3 * 2**20)
-    first, _ = (taken(host, 2**20) for _ in range(2))
+    first, _ = (blocks_from(host, 2**20) for _ in range(2))
     with caplog.at_level(logging.WARNING):
         assert host.take(2**21) is None
     assert host.nbytes == 2 * 2**20

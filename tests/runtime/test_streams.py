@@ -16,8 +16,8 @@ class Stream:
     def __init__(self, name: str, calls: list[str]) -> None:
         self.name, self._calls = name, calls
 
-    def wait_stream(self, other: "Stream") -> None:
-        self._calls.append(f"{self.name} waits for {other.name}")
+    def wait_stream(self, awaited: "Stream") -> None:
+        self._calls.append(f"{self.name} waits for {awaited.name}")
 
 
 class Gpu:
@@ -111,9 +111,9 @@ def test_scales_are_read_on_the_stream_of_the_numbers(gpu: Gpu) -> None:
         _columnwise_scale_inv=None,
         _quantizer=object(),
     )
-    both = Quantized(_rowwise_data=None, _columnwise_data=None, _rowwise_storage=one)
+    quantized = Quantized(_rowwise_data=None, _columnwise_data=None, _rowwise_storage=one)
     jobs = WeightJobs()
-    for number, value in enumerate((one, [both])):
+    for number, value in enumerate((one, [quantized])):
         with jobs.collect(number):
             defer(lambda: None, kept=list(plain_tensors(value)))
         gpu.calls.clear()
@@ -122,11 +122,11 @@ def test_scales_are_read_on_the_stream_of_the_numbers(gpu: Gpu) -> None:
 
 
 def test_tensors_are_freed_with_their_job(gpu: Gpu) -> None:
-    jobs, seen = WeightJobs(), []
+    jobs, results = WeightJobs(), []
     tensor = torch.empty(2)
-    kept = weakref.ref(tensor)
+    reference = weakref.ref(tensor)
     with jobs.collect("B"):
-        defer(lambda: seen.append(kept()), kept=[tensor])
+        defer(lambda: results.append(reference()), kept=[tensor])
     del tensor
     jobs.run("B")
-    assert seen == [None]
+    assert results == [None]

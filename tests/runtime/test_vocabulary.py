@@ -29,29 +29,39 @@ def by_parts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the losses, dX and dW with the vocabulary split over a number of devices."""
     count = VOCABULARY // parts
-    shards = [each.clone().requires_grad_() for each in weight.split(count)]
-    made = [Logits.of(w.detach(), hidden, labels, count * at) for at, w in enumerate(shards)]
-    everyones = torch.stack([torch.stack(each.statistics) for each in made])
-    whole = Statistics.whole(everyones, labels, VOCABULARY)
-    own = [
-        each.input_gradient(shard.detach(), each.softmax @ shard.detach(), whole)
-        for each, shard in zip(made, shards, strict=True)
+    shards = [rows.clone().requires_grad_() for rows in weight.split(count)]
+    logits_by_shard = [
+        Logits.of(w.detach(), hidden, labels, count * index) for index, w in enumerate(shards)
     ]
-    for each, shard in zip(made, shards, strict=True):
-        each.add_weight_gradient(shard, whole, gradient, WeightGradKernel.MATMUL_ADD)
+    everyones = torch.stack([torch.stack(logits.statistics) for logits in logits_by_shard])
+    statistics = Statistics.whole(everyones, labels, VOCABULARY)
+    input_gradients = [
+        logits.input_gradient(shard.detach(), logits.softmax @ shard.detach(), statistics)
+        for logits, shard in zip(logits_by_shard, shards, strict=True)
+    ]
+    for logits, shard in zip(logits_by_shard, shards, strict=True):
+        logits.add_weight_gradient(shard, statistics, gradient, WeightGradKernel.MATMUL_ADD)
     grads = [shard.grad for shard in shards if shard.grad is not None]
-    return whole.losses, gradient.unsqueeze(-1) * torch.stack(own).sum(0), torch.cat(grads)
+    return (
+        statistics.losses,
+        gradient.unsqueeze(-1) * torch.stack(input_gradients).sum(0),
+        torch.cat(grads),
+    )
 
 
 def at_once(
     hidden: Tensor, weight: Tensor, labels: Tensor, gradient: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same from the unsplit formula, in float64."""
-    hidden, weight = (each.double().requires_grad_() for each in (hidden, weight))
+    hidden, weight = (operand.double().requires_grad_() for operand in (hidden, weight))
     logits = hidden @ weight.t()
-    known = (labels >= 0) & (labels < VOCABULARY)
-    own = logits.gather(-1, torch.where(known, labels, 0).unsqueeze(-1)).squeeze(-1)
-    losses = logits.logsumexp(-1) - torch.where(known, own, logits.amax(-1).detach())
+    is_in_vocabulary = (labels >= 0) & (labels < VOCABULARY)
+    target_logits = logits.gather(
+        -1, torch.where(is_in_vocabulary, labels, 0).unsqueeze(-1)
+    ).squeeze(-1)
+    losses = logits.logsumexp(-1) - torch.where(
+        is_in_vocabulary, target_logits, logits.amax(-1).detach()
+    )
     losses.backward(gradient)
     assert hidden.grad is not None
     assert weight.grad is not None
@@ -68,8 +78,8 @@ def test_parts_equal_the_unsplit_vocabulary(
 ) -> None:
     hidden, weight, labels, gradient = inputs(dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    found = by_parts(hidden, weight, labels, gradient.to(wide), parts)
-    for mine, expected in zip(found, at_once(hidden, weight, labels, gradient), strict=True):
+    results = by_parts(hidden, weight, labels, gradient.to(wide), parts)
+    for mine, expected in zip(results, at_once(hidden, weight, labels, gradient), strict=True):
         error = (mine.double() - expected).norm() / expected.norm()
         assert error <= tolerance
 
@@ -78,8 +88,8 @@ def test_large_logits_do_not_overflow() -> None:
     """The maximum of one part is far above the others', whose exponentials vanish."""
     hidden, weight, labels, gradient = inputs(torch.float64)
     weight[5] *= 500
-    found = by_parts(hidden, weight, labels, gradient, 8)
-    for mine, expected in zip(found, at_once(hidden, weight, labels, gradient), strict=True):
+    results = by_parts(hidden, weight, labels, gradient, 8)
+    for mine, expected in zip(results, at_once(hidden, weight, labels, gradient), strict=True):
         assert torch.isfinite(mine).all()
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
 
@@ -90,10 +100,10 @@ def test_blocks_of_tokens_equal_the_unsplit_vocabulary(
 ) -> None:
     """A last block that is not full included."""
     hidden, weight, labels, gradient = inputs(dtype)
-    whole = by_parts(hidden, weight, labels, gradient.float(), 2)
+    expected_results = by_parts(hidden, weight, labels, gradient.float(), 2)
     monkeypatch.setattr(vocabulary, "WIDE_NUMBERS", 7 * VOCABULARY // 2)
     blocks = by_parts(hidden, weight, labels, gradient.float(), 2)
-    for mine, expected in zip(blocks, whole, strict=True):
+    for mine, expected in zip(blocks, expected_results, strict=True):
         assert torch.equal(mine, expected)
 
 
@@ -104,10 +114,14 @@ def test_logits_are_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = torch.randn(tokens, 8, dtype=torch.bfloat16)
     weight = torch.randn(rows, 8, dtype=torch.bfloat16)
     labels = torch.randint(rows, (tokens,))
-    with LivePeak() as live:
+    with LivePeak() as live_peak:
         Logits.of(weight, hidden, labels, 0, asks_best=True)
-    kept, wide, per_token = 2 * tokens * rows, 4 * block * rows, 64 * tokens
-    assert kept + wide <= live.max_memory_allocated() <= kept + wide + per_token
+    retained_bytes, wide, per_token = 2 * tokens * rows, 4 * block * rows, 64 * tokens
+    assert (
+        retained_bytes + wide
+        <= live_peak.max_memory_allocated()
+        <= retained_bytes + wide + per_token
+    )
 
 
 def test_weight_gradient_needs_two_fp32_copies_of_its_input(
@@ -120,12 +134,12 @@ def test_weight_gradient_needs_two_fp32_copies_of_its_input(
     weight = torch.nn.Parameter(torch.randn(rows, size, dtype=torch.bfloat16))
     weight.main_grad = torch.zeros(rows, size)
     labels = torch.randint(rows, (tokens,))
-    made = Logits.of(weight.detach(), hidden, labels, 0)
-    with LivePeak() as live:
+    logits = Logits.of(weight.detach(), hidden, labels, 0)
+    with LivePeak() as live_peak:
         kernel = WeightGradKernel.MATMUL_ADD
-        made.add_weight_gradient(weight, made.statistics, torch.randn(tokens), kernel)
+        logits.add_weight_gradient(weight, logits.statistics, torch.randn(tokens), kernel)
     twice, products, per_token = 2 * 4 * tokens * size, 4 * rows * size, 64 * tokens
-    assert live.max_memory_allocated() <= twice + products + per_token
+    assert live_peak.max_memory_allocated() <= twice + products + per_token
 
 
 @pytest.mark.parametrize("parts", [1, 2, 8])
@@ -133,13 +147,16 @@ def test_argmax_is_the_first_of_equal_rows(parts: int) -> None:
     hidden, weight, labels, _ = inputs(torch.bfloat16)
     weight[33:] = weight[:7]
     logits, count = hidden @ weight.t(), VOCABULARY // parts
-    made = [
-        Logits.of(w, hidden, labels, count * at, True) for at, w in enumerate(weight.split(count))
+    logits_by_shard = [
+        Logits.of(w, hidden, labels, count * index, True)
+        for index, w in enumerate(weight.split(count))
     ]
-    everyones = torch.stack([torch.stack(each.statistics) for each in made])
-    whole = Statistics.whole(everyones, labels, VOCABULARY)
-    assert torch.equal(whole.best.long(), logits.argmax(-1))
-    assert (whole.best < 7).any()
+    everyones = torch.stack(
+        [torch.stack(shard_logits.statistics) for shard_logits in logits_by_shard]
+    )
+    statistics = Statistics.whole(everyones, labels, VOCABULARY)
+    assert torch.equal(statistics.best.long(), logits.argmax(-1))
+    assert (statistics.best < 7).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -148,13 +165,13 @@ def test_lookups_and_their_gradient_equal_the_unsplit_embedding(dtype: torch.dty
     weight = torch.randn(VOCABULARY, HIDDEN, generator=draw).to(dtype)
     tokens = torch.randint(VOCABULARY, (3, 8), generator=draw)  # some more than once
     gradients = torch.randn(3, 8, HIDDEN, generator=draw).double()
-    shards = [each.clone() for each in weight.split(10)]
-    found = sum(look_up(shard, tokens, 10 * at) for at, shard in enumerate(shards))
-    assert isinstance(found, Tensor)
-    assert torch.equal(found, weight[tokens])  # exact, in any dtype
-    for at, shard in enumerate(shards):
+    shards = [rows.clone() for rows in weight.split(10)]
+    embeddings = sum(look_up(shard, tokens, 10 * index) for index, shard in enumerate(shards))
+    assert isinstance(embeddings, Tensor)
+    assert torch.equal(embeddings, weight[tokens])  # exact, in any dtype
+    for index, shard in enumerate(shards):
         shard.main_grad = torch.zeros(10, HIDDEN, dtype=torch.float64)  # type: ignore[attr-defined]
-        add_rows(shard, Rows.of(tokens.flatten(), 10 * at, 10), gradients.flatten(0, 1))
+        add_rows(shard, Rows.of(tokens.flatten(), 10 * index, 10), gradients.flatten(0, 1))
     expected = torch.zeros(VOCABULARY, HIDDEN, dtype=torch.float64)
     expected.index_add_(0, tokens.flatten(), gradients.flatten(0, 1))
     total = torch.cat([shard.main_grad for shard in shards])  # type: ignore[attr-defined]

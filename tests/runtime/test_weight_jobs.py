@@ -40,8 +40,8 @@ def test_without_a_bucket_the_layer_equals_a_linear(bias: bool, shape: tuple[int
     layer(x).square().sum().backward()
     plain(y).square().sum().backward()
     torch.testing.assert_close(x.grad, y.grad, rtol=1e-6, atol=1e-6)
-    for mine, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=1e-6)
+    for actual, expected in zip(layer.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-6, atol=1e-6)
 
 
 def test_gradcheck_passes() -> None:
@@ -73,8 +73,8 @@ def test_jobs_equal_full_backwards_bitwise(dtype: torch.dtype, wide: bool) -> No
         assert (layer.weight.grad is None) == wide
         return [total, layer.bias.grad, *(x.grad for x in inputs)]
 
-    for whole, split in zip(run(False), run(True), strict=True):
-        assert torch.equal(whole, split)
+    for full, split in zip(run(False), run(True), strict=True):
+        assert torch.equal(full, split)
 
 
 def test_jobs_run_in_order_and_are_freed_one_by_one() -> None:
@@ -87,14 +87,14 @@ def test_jobs_run_in_order_and_are_freed_one_by_one() -> None:
 
         def __call__(self) -> None:
             assert not torch.is_grad_enabled()
-            ran.append((self.name, sum(each() is not None for each in alive)))
+            ran.append((self.name, sum(reference() is not None for reference in alive)))
 
     with jobs.collect("key"):
         for name in "abc":
             weight_jobs.defer(Job(name))
     jobs.run("key")
     assert ran == [("a", 3), ("b", 2), ("c", 1)]
-    assert not any(each() for each in alive)
+    assert not any(reference() for reference in alive)
 
 
 class Noted:
@@ -154,7 +154,7 @@ def test_b_runs_its_share_of_the_overlapped_jobs(
     weight_jobs.run_beside()  # no B runs
     assert calls == inside
     jobs.run("old")
-    assert [each for each in calls if len(each) == 1] == ["a", "b", "c", "d"]
+    assert [call for call in calls if len(call) == 1] == ["a", "b", "c", "d"]
     jobs.run("new")
     assert calls[-1] == "new"
 
@@ -167,8 +167,8 @@ def test_failed_b_leaves_no_jobs_to_the_next_b() -> None:
     with jobs.collect("next"):
         weight_jobs.run_beside()
     assert calls == ["begin a"]
-    gone = pytest.raises(RuntimeError, match="no weight jobs of gone: its B has not run")
-    with gone, jobs.collect("another", "gone"):
+    rejection = pytest.raises(RuntimeError, match="no weight jobs of gone: its B has not run")
+    with rejection, jobs.collect("another", "gone"):
         pass
     assert not weight_jobs.is_open()
 
@@ -220,9 +220,9 @@ def test_default_kernel_equals_megatrons_unfused_arithmetic() -> None:
     dy, x = torch.randn(4, 2, 3).bfloat16(), torch.randn(4, 2, 5).bfloat16()
     weight = nn.Parameter(torch.zeros(3, 5, dtype=torch.bfloat16))
     weight.main_grad = torch.rand(3, 5)
-    wanted = weight.main_grad + dy.view(8, 3).t().matmul(x.view(8, 5))
+    expected = weight.main_grad + dy.view(8, 3).t().matmul(x.view(8, 5))
     accumulate_weight_grad(weight, dy, x)
-    assert torch.equal(weight.main_grad, wanted)
+    assert torch.equal(weight.main_grad, expected)
     assert weight_grad(dy, x).dtype == torch.bfloat16
 
 
@@ -230,10 +230,10 @@ def test_fused_kernel_accumulates_in_place() -> None:
     dy, x = torch.randn(4, 2, 3), torch.randn(4, 2, 5)
     weight = nn.Parameter(torch.zeros(3, 5))
     weight.main_grad = start = torch.rand(3, 5)
-    wanted = start + weight_grad(dy, x)
+    expected = start + weight_grad(dy, x)
     accumulate_weight_grad(weight, dy, x, fused_kernel("cpu", torch.float32, torch.float32))
     assert weight.main_grad is start
-    torch.testing.assert_close(start, wanted)
+    torch.testing.assert_close(start, expected)
 
 
 def test_kernel_choice_depends_on_device_and_dtype() -> None:
@@ -250,8 +250,8 @@ def test_wide_kernel_accumulates_in_fp32(dtype: torch.dtype) -> None:
     x = torch.randn(64, 2, 32, device="cuda").to(dtype)
     weight = nn.Parameter(torch.zeros(48, 32, dtype=dtype, device="cuda"))
     weight.main_grad = torch.rand(48, 32, device="cuda")
-    wanted = weight.main_grad + dy.float().view(128, 48).t() @ x.float().view(128, 32)
+    expected = weight.main_grad + dy.float().view(128, 48).t() @ x.float().view(128, 32)
     kernel = fused_kernel("cuda", torch.float32, dtype)
     assert kernel is WeightGradKernel.ADDMM_WIDE
     accumulate_weight_grad(weight, dy, x, kernel)
-    torch.testing.assert_close(weight.main_grad, wanted, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(weight.main_grad, expected, rtol=1e-4, atol=1e-3)

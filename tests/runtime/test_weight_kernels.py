@@ -78,17 +78,17 @@ APEX = "fused_weight_gradient_mlp_cuda"
 
 
 def test_kernels_are_chosen_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    def taken() -> WeightGradKernel:
+    def chosen_kernel() -> WeightGradKernel:
         fused_kernel.cache_clear()
         return fused_kernel("cuda", FLOAT, BFLOAT)
 
-    assert taken() is WeightGradKernel.ADDMM_WIDE
+    assert chosen_kernel() is WeightGradKernel.ADDMM_WIDE
     monkeypatch.setattr(weight_jobs, "_addmm_has_out_dtype", lambda: False)
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    assert taken() is WeightGradKernel.MATMUL_ADD
+    assert chosen_kernel() is WeightGradKernel.MATMUL_ADD
     with_module(monkeypatch, TE, general_gemm)
     weight_jobs._te_gemm.cache_clear()
-    assert taken() is WeightGradKernel.TE_GEMM
+    assert chosen_kernel() is WeightGradKernel.TE_GEMM
 
 
 @pytest.mark.parametrize("total", [FLOAT, BFLOAT])
@@ -100,7 +100,9 @@ def test_apex_is_used_wherever_megatron_uses_it(
     weight_jobs._apex.cache_clear()
     for has_out_dtype in (False, True):
         fused_kernel.cache_clear()
-        monkeypatch.setattr(weight_jobs, "_addmm_has_out_dtype", lambda has=has_out_dtype: has)
+        monkeypatch.setattr(
+            weight_jobs, "_addmm_has_out_dtype", lambda has_dtype=has_out_dtype: has_dtype
+        )
         assert fused_kernel("cuda", total, BFLOAT) is WeightGradKernel.APEX
 
 
@@ -146,16 +148,16 @@ def test_all_kernels_give_equal_gradients(
 
 
 def test_older_te_receives_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[None] = []
+    calls: list[None] = []
 
     def get_workspace() -> Tensor:
-        asked.append(None)
+        calls.append(None)
         return WORKSPACE
 
     with_module(monkeypatch, TE, general_gemm_until_2_9, called="general_gemm")
     with_module(monkeypatch, TE_BASE, get_workspace)
     assert weight_jobs._te_gemm() is not None
-    assert not asked  # GPU memory, which an estimate must not allocate
+    assert not calls  # GPU memory, which an estimate must not allocate
     weight = torch.nn.Parameter(torch.zeros(3, 5, dtype=BFLOAT))
     weight.main_grad = torch.ones(3, 5)  # type: ignore[attr-defined]
     dy, x = torch.ones(2, 3, dtype=BFLOAT), torch.ones(2, 5, dtype=BFLOAT)
