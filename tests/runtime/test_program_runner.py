@@ -112,7 +112,7 @@ def test_error_names_a_stage_without_a_result() -> None:
     class Empty(NoStage):
         tensor = None
 
-    local = one_device_program(2, 1, whole=True)
+    local = one_device_program(2, 1, is_full=True)
     with pytest.raises(RuntimeError, match=r"stage 0 returned nothing for F0\.0"):
         run_program(local, 0, {0: Empty(), 1: Empty()}, NoCarrier())
     remote = lower(make("1f1b", 2, 1))
@@ -148,7 +148,7 @@ def test_errors_name_stage_microbatch_and_pass() -> None:
         def backward(self, microbatch: int, received: Any) -> Any:
             raise ZeroDivisionError("by whom?")
 
-    program, place = one_device_program(2, 3, whole=True), Place()
+    program, place = one_device_program(2, 3, is_full=True), Place()
     with pytest.raises(ZeroDivisionError, match="by whom") as error:
         run_program(program, 0, {0: NoStage(), 1: Broken()}, NoCarrier(), place=place)
     assert error.value.__notes__ == [
@@ -182,7 +182,7 @@ class Fresh(NoStage):
 def test_every_result_is_freed_after_its_read() -> None:
     stage = Fresh()
     stages = dict.fromkeys(range(3), stage)
-    run_program(one_device_program(3, 2, whole=False), 0, stages, NoCarrier())
+    run_program(one_device_program(3, 2, is_full=False), 0, stages, NoCarrier())
     assert len(stage.made) == 12
     # The last stage's F and the first stage's B have no reader, so theirs may not stay either.
     assert stage.num_alive() == 0

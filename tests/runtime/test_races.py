@@ -178,8 +178,8 @@ MUTANTS: dict[str, tuple[Callable[[Change], None], bool]] = {
     # the mutation, and whether messages are of any length
     "a receive is read without a wait": (reads_without_a_wait, False),
     "a receive is read after a wait for another": (waits_for_another, False),
-    "a receive does not wait for the compute stream": (partial(orders_only, sent=True), False),
-    "a send does not wait for the compute stream": (partial(orders_only, sent=False), False),
+    "a receive does not wait for the compute stream": (partial(orders_only, is_send=True), False),
+    "a send does not wait for the compute stream": (partial(orders_only, is_send=False), False),
     "a sent tensor is not kept": (keeps_nothing_sent, False),
     "a length does not wait for the last one of its edge": (forgets_the_last_length, True),
     "a release does not wait": (releases_without_a_wait, False),
