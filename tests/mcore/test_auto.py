@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from mcore.farm import Ended, Farm
 from mcore.rejections import rejection
-from mcore.test_bad_input import refused
+from mcore.test_bad_input import rejection_text
 from mcore.test_training import TWO, assert_equal_training
 
 from megatron_vshape.core.compiling import processors
@@ -142,7 +142,7 @@ def test_evaluation_alone_needs_no_schedule(
 
 def test_memory_limit_below_any_plan_is_rejected(farm: Farm, costs_file: Path) -> None:
     flags = ("--pipeline-costs", str(costs_file), "--pipeline-memory-limit", "0.0001")
-    text = refused(farm, "--pipeline-schedule", "auto", *flags)
+    text = rejection_text(farm, "--pipeline-schedule", "auto", *flags)
     assert text.startswith("nothing fits --pipeline-memory-limit 0.0001: rank 0: 0.")
     assert "the least limit is 0." in text
 

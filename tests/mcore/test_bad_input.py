@@ -24,7 +24,7 @@ from megatron_vshape.mcore.setup.configure import pipeline_from_args
 V_HALF = "--pipeline-schedule v-half"
 
 
-def refused(farm: Farm, *arguments: str, without: tuple[str, ...] = ()) -> str:
+def rejection_text(farm: Farm, *arguments: str, without: tuple[str, ...] = ()) -> str:
     """Return the output of rank 0, after checking that all four ranks end in time with an error."""
     run = farm.run(4, *arguments, without=without, timeout_s=30)
     assert run.codes == [1] * 4, run.output
@@ -36,7 +36,7 @@ def refused(farm: Farm, *arguments: str, without: tuple[str, ...] = ()) -> str:
 
 
 def test_unknown_schedule(farm: Farm) -> None:
-    text = refused(farm, "--pipeline-schedule", "v-quarter")
+    text = rejection_text(farm, "--pipeline-schedule", "v-quarter")
     assert text.startswith("there is no schedule 'v-quarter'. The names are 1f1b")
 
 
@@ -125,7 +125,7 @@ class TestScheduleFiles:
 
     def test_for_other_microbatches(self, farm: Farm, file: Path) -> None:
         file.write_text(make("v-half", 4, 12).to_json())
-        text = refused(farm, "--pipeline-schedule", str(file))
+        text = rejection_text(farm, "--pipeline-schedule", str(file))
         assert f"the schedule file {file} is for 12 microbatches, this run has 8 in a step" in text
 
     def test_with_a_changing_number_of_microbatches(self, file: Path) -> None:
@@ -154,10 +154,10 @@ class TestScheduleFiles:
         assert "device 1" in text
 
     def test_that_is_none(self, farm: Farm, file: Path) -> None:
-        text = refused(farm, "--pipeline-schedule", str(file))
+        text = rejection_text(farm, "--pipeline-schedule", str(file))
         assert text.startswith(f"the schedule file {file} cannot be read: ")
         file.write_text("{")
-        text = refused(farm, "--pipeline-schedule", str(file))
+        text = rejection_text(farm, "--pipeline-schedule", str(file))
         assert text.startswith(f"the schedule file {file} is not valid JSON: ")
 
     def test_with_ends_that_cannot_be_tied(self, file: Path) -> None:

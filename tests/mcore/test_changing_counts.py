@@ -19,7 +19,7 @@ from megatron_vshape.mcore.setup.plans import Planner
 PLUGIN = Path(__file__).parent / "changing_counts.py"
 
 
-def run(
+def run_steps(
     farm: Farm, folder: Path, schedule: str | None, ranks: int, steps: int, **settings: Any
 ) -> list[dict[str, Any]]:
     folder = folder / Path(str(schedule)).stem
@@ -43,8 +43,8 @@ def run(
 def test_losses_are_those_of_1f1b_and_nothing_accumulates(
     farm: Farm, tmp_path: Path, schedule: str, ranks: int, steps: int
 ) -> None:
-    plain = run(farm, tmp_path, None, ranks, steps)
-    package_ranks = run(farm, tmp_path, schedule, ranks, steps)
+    plain = run_steps(farm, tmp_path, None, ranks, steps)
+    package_ranks = run_steps(farm, tmp_path, schedule, ranks, steps)
     assert [record["chunks"] for record in package_ranks] == [2] * ranks
     assert len(plain[-1]["losses"]) >= steps
     assert package_ranks[-1]["losses"] == pytest.approx(plain[-1]["losses"], abs=1e-5)
@@ -76,10 +76,10 @@ def test_an_evaluation_may_come_first_with_any_number_of_microbatches(
     file = tmp_path / "mine.json"
     file.write_text(make("v-zb", 2, 6).to_json())
     drawn = [(1, [5], True), (6, [4, 7, 5, 9, 3, 6], False), (3, [8, 4, 5], True)]
-    plain = run(farm, tmp_path, None, 2, 0, drawn=drawn)
+    plain = run_steps(farm, tmp_path, None, 2, 0, drawn=drawn)
     assert len(plain[-1]["losses"]) == 10
     for schedule in ("dualpipev", str(file)):  # at least 4 microbatches, and 6
-        package_ranks = run(farm, tmp_path, schedule, 2, 0, drawn=drawn)
+        package_ranks = run_steps(farm, tmp_path, schedule, 2, 0, drawn=drawn)
         assert package_ranks[-1]["losses"] == pytest.approx(plain[-1]["losses"], abs=1e-5)
 
 

@@ -30,7 +30,7 @@ def targets() -> Iterator[tuple[Any, str]]:
             yield hook.owner(), hook.name
 
 
-def current() -> list[Any]:
+def current_attributes() -> list[Any]:
     return [vars(owner).get(name, ABSENT) for owner, name in targets()]
 
 
@@ -42,14 +42,14 @@ def uninstalled() -> Iterator[None]:
 
 
 def test_every_attribute_is_replaced_and_restored() -> None:
-    originals = current()
+    originals = current_attributes()
     megatron_vshape.register()
     names = [f"{owner}.{name}" for owner, name in targets()]
     schedule_only = {hook.name for hook in registry.HOOKS if hook.only_with_pipeline}
-    for name, old, new in zip(names, originals, current(), strict=True):
+    for name, old, new in zip(names, originals, current_attributes(), strict=True):
         assert (new is not old) == (name.rpartition(".")[2] not in schedule_only), name
     megatron_vshape.unregister()
-    for name, old, now in zip(names, originals, current(), strict=True):
+    for name, old, now in zip(names, originals, current_attributes(), strict=True):
         assert now is old, name
 
 
@@ -66,7 +66,10 @@ def session() -> Iterator[Session]:
 
 def test_schedule_hooks_are_installed_and_removed_with_the_schedule(session: Session) -> None:
     """Without apex, Megatron's schedules see no kernels, and layers reject fusion."""
-    originals, chosen = current(), [hook for hook in registry.HOOKS if hook.only_with_pipeline]
+    originals, chosen = (
+        current_attributes(),
+        [hook for hook in registry.HOOKS if hook.only_with_pipeline],
+    )
     assert not layers._grad_accum_fusion_available, "apex is installed here"
     for pipeline in (None, object()):
         session.choose(pipeline, "1f1b" if pipeline is None else None)  # type: ignore[arg-type]
@@ -76,7 +79,7 @@ def test_schedule_hooks_are_installed_and_removed_with_the_schedule(session: Ses
         )
         assert hasattr(layers, "fused_weight_gradient_mlp_cuda") == (pipeline is not None)
     session.choose(None, None)
-    assert all(a is b for a, b in zip(originals, current(), strict=True))
+    assert all(a is b for a, b in zip(originals, current_attributes(), strict=True))
 
 
 # These learn what is asked for, or come before that is known; the tests below say what they do.
@@ -88,7 +91,7 @@ PASSING = [
 ]
 
 
-def spy(original: Any, calls: list[Any], result: object) -> Any:
+def spy_on(original: Any, calls: list[Any], result: object) -> Any:
     """Return a function with the signature of `original` that keeps its calls."""
 
     @functools.wraps(original)
@@ -110,7 +113,7 @@ def test_hooks_without_a_schedule_pass_arguments_through(by_name: bool) -> None:
 def check_passing(hook: registry.Hook, by_name: bool) -> None:
     calls: list[Any] = []
     result = object()
-    replacement = hook.replacement(Session(), spy(hook.original(), calls, result))
+    replacement = hook.replacement(Session(), spy_on(hook.original(), calls, result))
     args, options = [], {}
     for parameter in inspect.signature(hook.original()).parameters.values():
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
@@ -137,7 +140,7 @@ def test_a_provider_is_called_as_it_was_given() -> None:
 
     wrapped = training.pretrain(Session(), upstream)
     result = object()
-    assert wrapped(object(), model_provider=spy(provider, calls, result)) is result
+    assert wrapped(object(), model_provider=spy_on(provider, calls, result)) is result
     assert calls == [((False,), {"post_process": True})]
 
 
@@ -149,7 +152,7 @@ def test_training_without_a_schedule_is_upstream(monkeypatch: pytest.MonkeyPatch
         training, "_print_if_any", lambda line: pytest.fail(str(line)) if line else 0
     )
     arguments = [object() for _ in range(3)]
-    assert training.train(Session(), spy(None, calls, result))(*arguments, a=result) is result
+    assert training.train(Session(), spy_on(None, calls, result))(*arguments, a=result) is result
     assert calls == [(tuple(arguments), {"a": result})]
 
 
@@ -164,7 +167,7 @@ def test_the_parser_leaves_no_trace_of_flags_that_are_not_given() -> None:
     assert session.names_schedule
 
 
-def everything() -> dict[str, Any]:
+def all_attributes() -> dict[str, Any]:
     """Return every attribute of every module of Megatron that is loaded, and of its classes."""
     attributes: dict[str, Any] = {}
     for name, module in list(sys.modules.items()):
@@ -179,7 +182,7 @@ def everything() -> dict[str, Any]:
     return attributes
 
 
-def changes(attributes: dict[str, Any], new_attributes: dict[str, Any]) -> set[str]:
+def changed_attributes(attributes: dict[str, Any], new_attributes: dict[str, Any]) -> set[str]:
     return {
         name
         for name in attributes.keys() | new_attributes.keys()
@@ -191,9 +194,9 @@ def test_nothing_else_of_megatron_is_touched() -> None:
     """Not only the attributes that hooks list: all of them, of all modules and classes."""
     megatron_vshape.register()  # imports what there is to import
     megatron_vshape.unregister()
-    attributes = everything()
+    attributes = all_attributes()
     megatron_vshape.register()
-    changed = changes(attributes, everything())
+    changed = changed_attributes(attributes, all_attributes())
     listed = {hook.target for hook in registry.HOOKS}
     anywhere = {hook.name for hook in registry.HOOKS if hook.everywhere}
     # Where a target is a class's, or a class itself, its inner attributes have its name in front.
@@ -206,17 +209,17 @@ def test_nothing_else_of_megatron_is_touched() -> None:
     assert len(changed) >= 15
     assert strangers == set()
     megatron_vshape.unregister()
-    assert changes(attributes, everything()) == set()
+    assert changed_attributes(attributes, all_attributes()) == set()
 
 
 def test_installing_twice_is_installing_once() -> None:
-    originals = current()
+    originals = current_attributes()
     megatron_vshape.register()
-    during = current()
+    during = current_attributes()
     megatron_vshape.register()
-    assert all(a is b for a, b in zip(during, current(), strict=True))
+    assert all(a is b for a, b in zip(during, current_attributes(), strict=True))
     megatron_vshape.unregister()
-    assert all(a is b for a, b in zip(originals, current(), strict=True))
+    assert all(a is b for a, b in zip(originals, current_attributes(), strict=True))
 
 
 def test_every_hook_has_a_reason() -> None:
@@ -244,7 +247,7 @@ def test_every_target_that_moves_is_named_with_the_version(
 ) -> None:
     owner, name = record.owner(), record.name
     version = f"megatron-core {megatron.core.__version__}"
-    originals = current()
+    originals = current_attributes()
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, lambda everything: None)
         with pytest.raises(registry.HookError) as moved:
@@ -261,7 +264,7 @@ def test_every_target_that_moves_is_named_with_the_version(
         else:
             registry.install()
             registry.uninstall()
-    assert all(a is b for a, b in zip(originals, current(), strict=True))
+    assert all(a is b for a, b in zip(originals, current_attributes(), strict=True))
 
 
 SETTING = [probe for probe in registry.PROBES if probe.sets]

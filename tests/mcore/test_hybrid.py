@@ -58,10 +58,10 @@ FAST = {"tied, split by the flag"}
 def test_training_equals_megatrons_1f1b(
     train: Train, schedule: str, pattern: str, flags: str
 ) -> None:
-    model = pattern.replace("|", "")
+    model_arguments = pattern.replace("|", "")
     ends = () if "--pipeline-layer-split" in flags else flags.split()
     megatron_run = train(
-        2, "--pipeline-schedule", "1f1b", "--hybrid-layer-pattern", model, *STEPS, *ends
+        2, "--pipeline-schedule", "1f1b", "--hybrid-layer-pattern", model_arguments, *STEPS, *ends
     )
     flags_of_run = ("--hybrid-layer-pattern", pattern, *STEPS, *flags.split())
     package_run = train(4, "--pipeline-schedule", schedule, *flags_of_run)
@@ -91,10 +91,12 @@ def test_experts_with_multi_token_prediction(train: Train, schedule: str, predic
     package_run = train(2, "--pipeline-schedule", schedule, *flags.split(), *STEPS)
     assert_equal_training(package_run, megatron_run)
     for name in ("load_balancing_loss", "z_loss", "mtp_1 loss"):
-        assert logged(package_run, name) == pytest.approx(logged(megatron_run, name), rel=1e-5)
+        assert logged_losses(package_run, name) == pytest.approx(
+            logged_losses(megatron_run, name), rel=1e-5
+        )
 
 
-def logged(run: Ended, name: str) -> list[float]:
+def logged_losses(run: Ended, name: str) -> list[float]:
     """Return the values of a metric in the log of the last rank, one per step."""
     values = re.findall(rf"{name}: ([0-9.E+-]+)", run.output[-1])
     assert len(values) == 2, run.output[-1]
@@ -123,7 +125,12 @@ def test_a_pattern_is_cut_between_any_two_layers() -> None:
 
 
 def test_multi_token_prediction_comes_after_the_stages() -> None:
-    assert split_layers(model("M*-M/M*/M*"), v_shape(2), None, None).layers == (1, 1, 1, 1)
+    assert split_layers(model_arguments("M*-M/M*/M*"), v_shape(2), None, None).layers == (
+        1,
+        1,
+        1,
+        1,
+    )
     assert cut("M*-M/M*/M*", (0, 2, 2, 0)) == "|M*|-M|/M*/M*"
 
 
@@ -151,14 +158,14 @@ def test_estimates_equal_those_of_the_gpt(
         return Planner(replace(choice, estimate=layer_split.estimate)).plan_step(8)
 
     in_symbols = split and ",".join(str(2 * int(count)) for count in split.split(","))
-    gpt = plan(model(None, num_layers=8, mtp_num_layers=depths), split)
-    hybrid = plan(model("*-" * 8 + "/*-" * depths), in_symbols)
+    gpt = plan(model_arguments(None, num_layers=8, mtp_num_layers=depths), split)
+    hybrid = plan(model_arguments("*-" * 8 + "/*-" * depths), in_symbols)
     assert hybrid.timeline.bubble == gpt.timeline.bubble
     assert hybrid.relative_peak == gpt.relative_peak
     assert hybrid.schedule.order == gpt.schedule.order
 
 
-def model(pattern: str | None, **changed: object) -> Namespace:
+def model_arguments(pattern: str | None, **changed: object) -> Namespace:
     """Return Megatron's arguments for the sizes of a small model."""
     sizes: dict[str, object] = {
         "num_layers": None,
@@ -174,7 +181,7 @@ def model(pattern: str | None, **changed: object) -> Namespace:
 
 def test_auto_places_multi_token_prediction_alone_in_the_last_stage() -> None:
     """The last stage has only its layers and output layers: their time exceeds that of a rank."""
-    layer_split = split_layers(model("*-" * 8 + "/*-/*-"), v_shape(4), "auto", None)
+    layer_split = split_layers(model_arguments("*-" * 8 + "/*-/*-"), v_shape(4), "auto", None)
     assert (layer_split.layers[0], layer_split.layers[-1]) == (0, 0)
     assert layer_split.estimate is not None
     last, mean = layer_split.estimate.forward_us[-1], sum(layer_split.estimate.forward_us) / 4
@@ -184,7 +191,7 @@ def test_auto_places_multi_token_prediction_alone_in_the_last_stage() -> None:
 def test_costs_of_symbols() -> None:
     """Layers with more products and activations count as more, and all together as their number."""
     experts: dict[str, object] = {"num_experts": 8, "moe_router_topk": 4}
-    sizes = sizes_of(option_reader(model("M*-E", **experts)), 0)
+    sizes = sizes_of(option_reader(model_arguments("M*-E", **experts)), 0)
     mamba, attention, mlp, routed = sizes.shares
     assert attention.time + routed.time == pytest.approx(1)  # a layer of the GPT with experts
     # Per token, with 64 = h: 5 h^2, 8 h^2 and 4 x 8 h^2; Mamba's projections are 6 h^2 and more.
@@ -232,8 +239,10 @@ def test_auto_cuts_within_blocks(
             work[rank] += pieces_from_costs(costs)[stage].time_us
         return max(work) * len(work) / sum(work)
 
-    assert busiest(model(None, num_layers=80, **BIG)) == pytest.approx(full_blocks, abs=0.001)
-    assert busiest(model("*-" * 80, **BIG)) <= half_blocks
+    assert busiest(model_arguments(None, num_layers=80, **BIG)) == pytest.approx(
+        full_blocks, abs=0.001
+    )
+    assert busiest(model_arguments("*-" * 80, **BIG)) <= half_blocks
 
 
 @settings(max_examples=30)
@@ -256,8 +265,8 @@ def test_auto_never_makes_a_rank_busier_than_of_the_gpt(
         return max(work)
 
     sizes: dict[str, object] = {"vocab_size": vocabulary, "swiglu": gated}
-    gpt = busiest(model(None, num_layers=blocks, **sizes))
-    assert busiest(model("*-" * blocks, **sizes)) <= gpt * (1 + 1e-8) or not gpt
+    gpt = busiest(model_arguments(None, num_layers=blocks, **sizes))
+    assert busiest(model_arguments("*-" * blocks, **sizes)) <= gpt * (1 + 1e-8) or not gpt
 
 
 @pytest.mark.parametrize(
@@ -271,7 +280,7 @@ def test_auto_never_makes_a_rank_busier_than_of_the_gpt(
     ],
 )
 def test_stages_of_a_pattern_are_regrouped(pattern: str, placement: Placement, layers: str) -> None:
-    model_args = model(pattern)
+    model_args = model_arguments(pattern)
     translated = translate(model_args, placement)
     assert translated.layer_split == layers
     assert model_args.hybrid_layer_pattern == pattern.replace("|", "")
@@ -281,7 +290,7 @@ def test_stages_of_a_pattern_are_regrouped(pattern: str, placement: Placement, l
 
 
 def test_the_flag_wins_over_the_pattern() -> None:
-    model_args = model("M|*|-|M")
+    model_args = model_arguments("M|*|-|M")
     translated = translate(model_args, v_shape(2), "1,1,1,1")
     assert translated.layer_split == "1,1,1,1"
     (notice,) = translated.notices
@@ -297,7 +306,7 @@ def test_the_flag_wins_over_the_pattern() -> None:
     ],
 )
 def test_patterns_that_do_not_fit(pattern: str, split: str | None, said: str) -> None:
-    model_args = model(pattern)
+    model_args = model_arguments(pattern)
     with pytest.raises(ScheduleError) as rejected:
         split_layers(
             model_args, v_shape(2), translate(model_args, v_shape(2), split).layer_split, None
@@ -319,7 +328,7 @@ def test_megatron_schedules_require_a_pattern_with_stages(
     schedule: str, pattern: str, fix: str
 ) -> None:
     """Before the first step, and not in the report at the end, which comes before the last save."""
-    args = model(
+    args = model_arguments(
         pattern,
         pipeline_schedule=schedule,
         pipeline_model_parallel_size=2,

@@ -53,7 +53,7 @@ def machine() -> RerunStateMachine:
     return machine
 
 
-def check(machine: RerunStateMachine, loss: Tensor) -> None:
+def check_loss(machine: RerunStateMachine, loss: Tensor) -> None:
     """Check a loss as Megatron's pretrain_gpt.py does."""
     large = partial(machine.is_unexpectedly_large, threshold=10, context="loss", num_samples=2)
     for rejects, message, fatal in (
@@ -66,12 +66,12 @@ def check(machine: RerunStateMachine, loss: Tensor) -> None:
         )
 
 
-def run(machine: RerunStateMachine, session: Session | None, losses: Losses) -> None:
+def run_checks(machine: RerunStateMachine, session: Session | None, losses: Losses) -> None:
     """Run the F of every microbatch, with the checks late if there is a session for that."""
 
     def passes() -> None:
         for loss in losses:
-            check(machine, torch.tensor(loss))
+            check_loss(machine, torch.tensor(loss))
 
     if session is None:
         passes()
@@ -81,7 +81,7 @@ def run(machine: RerunStateMachine, session: Session | None, losses: Losses) -> 
     checks.make()
 
 
-def found(machine: RerunStateMachine) -> dict[str, Any]:
+def findings_of(machine: RerunStateMachine) -> dict[str, Any]:
     """Return everything that validating has left in the machine."""
     names = "rerun_requested checkpoint_requested continue_requested failed_validation_call"
     names += " initial_result validation_counts large_value_counts max_values saved_results"
@@ -113,8 +113,8 @@ def test_late_checks_find_and_log_the_same_results(
             for state, losses in zip(states, STEPS[name], strict=True):
                 machine.state = state
                 machine.validation_counts.clear()
-                run(machine, late_session, losses)
-                outcomes_of_losses.append(found(machine))
+                run_checks(machine, late_session, losses)
+                outcomes_of_losses.append(findings_of(machine))
         outcomes.append((outcomes_of_losses, [record.getMessage() for record in caplog.records]))
     assert outcomes[0] == outcomes[1]
     bad = mode == RerunMode.VALIDATE_RESULTS and name != "good"
@@ -125,7 +125,7 @@ def test_where_nothing_is_repeated_the_exception_is_the_same(session: Session) -
     texts = []
     for late_session in (None, session):
         with pytest.raises(RuntimeError) as error:
-            run(RerunStateMachine(), late_session, [1.0, INF, NAN])
+            run_checks(RerunStateMachine(), late_session, [1.0, INF, NAN])
         texts.append(str(error.value))
     assert texts[0] == texts[1]
     assert "Unexpected result inf (message='found Inf')" in texts[0]
@@ -138,7 +138,7 @@ def test_a_check_that_raises_leaves_the_place_where_it_was_asked_for(session: Se
         with checked_late(session.step, place) as checks:
             for microbatch, loss in enumerate(losses):
                 place.instruction = Run(Pass(Kind.F, 7, microbatch))
-                check(machine, torch.tensor(loss))
+                check_loss(machine, torch.tensor(loss))
             place.instruction = None
         checks.make()
 
@@ -154,7 +154,7 @@ def test_checked_loss_is_the_one_before_megatron_divides_it(
 ) -> None:
     with checked_late(session.step, Place()) as checks:
         loss = torch.tensor(30.0)
-        check(machine, loss)
+        check_loss(machine, loss)
         loss /= 100
     checks.make()
     assert machine.max_values == {"loss": 30.0}
@@ -163,7 +163,7 @@ def test_checked_loss_is_the_one_before_megatron_divides_it(
 def test_after_a_pass_that_failed_nothing_is_checked(session: Session) -> None:
     def fail() -> None:
         with checked_late(session.step, Place()):
-            check(RerunStateMachine(), torch.tensor(NAN))
+            check_loss(RerunStateMachine(), torch.tensor(NAN))
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -171,15 +171,24 @@ def test_after_a_pass_that_failed_nothing_is_checked(session: Session) -> None:
     assert session.step.late_checks is None
 
 
-def _own(calls: list[str], result: Any) -> bool:
+def record_and_accept(calls: list[str], result: Any) -> bool:
     calls.append(f"{result}")
     return False
 
 
 STRANGE: list[tuple[str, Callable[[list[str]], dict[str, Any]]]] = [
-    ("a function that may look elsewhere", lambda calls: {"rejection_func": partial(_own, calls)}),
+    (
+        "a function that may look elsewhere",
+        lambda calls: {"rejection_func": partial(record_and_accept, calls)},
+    ),
     ("a number", lambda calls: {"result": 2.0, "rejection_func": lambda x: calls.append("2.0")}),
-    ("a vector", lambda calls: {"result": torch.ones(1), "rejection_func": partial(_own, calls)}),
+    (
+        "a vector",
+        lambda calls: {
+            "result": torch.ones(1),
+            "rejection_func": partial(record_and_accept, calls),
+        },
+    ),
 ]
 
 
@@ -192,13 +201,13 @@ def test_checks_that_cannot_be_deferred_run_immediately_in_order(
 ) -> None:
     calls: list[str] = []
     with checked_late(session.step, Place()) as checks:
-        check(machine, torch.tensor(1.0))
+        check_loss(machine, torch.tensor(1.0))
         machine.validate_result(
             **{"result": torch.tensor(2.0), "message": "own"} | arguments(calls)
         )
         assert len(calls) == 1
         assert machine.large_value_counts == {"loss": 1}
-        check(machine, torch.tensor(3.0))
+        check_loss(machine, torch.tensor(3.0))
         assert machine.large_value_counts == {"loss": 1}
     checks.make()
     assert machine.large_value_counts == {"loss": 2}
@@ -219,12 +228,12 @@ class Calls(TorchDispatchMode):
 def test_no_number_is_read_while_passes_run(session: Session, machine: RerunStateMachine) -> None:
     reads = {"_local_scalar_dense", "is_nonzero", "item", "equal"}
     with Calls() as at_once:
-        run(machine, None, [1.0, 2.0])
+        run_checks(machine, None, [1.0, 2.0])
     assert reads & set(at_once.names)
     with Calls() as calls:
         with checked_late(session.step, Place()) as checks:
             for loss in (1.0, 2.0):
-                check(machine, torch.tensor(loss))
+                check_loss(machine, torch.tensor(loss))
             assert "stack" not in calls.names
         assert calls.names.count("stack") == 1  # copied, and read by nobody yet
         assert not reads & set(calls.names)
@@ -240,7 +249,7 @@ def test_no_check_waits_for_the_device(session: Session, machine: RerunStateMach
     try:
         with checked_late(session.step, Place()) as checks:
             for loss in losses:
-                check(machine, loss)
+                check_loss(machine, loss)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     checks.make()
@@ -250,11 +259,11 @@ def test_no_check_waits_for_the_device(session: Session, machine: RerunStateMach
 
 def test_training_checks_every_loss_after_the_passes(farm: Farm) -> None:
     flags = ("--pipeline-schedule", "v-half", "--rerun-mode", "disabled", "--train-iters", "2")
-    run = farm.run(2, *flags, plugin=PLUGIN).check()
+    run_checks = farm.run(2, *flags, plugin=PLUGIN).check()
     passes, outside = "isnan of a loss in a pass", "isnan of a loss after the passes"
     last = "isnan of a loss after the gradients"
-    assert [text.count(passes) for text in run.output] == [0, 0]
-    assert run.output[0].count(last) >= 2 * 8  # two steps of eight microbatches
-    assert run.output[0].count(outside) == 0
+    assert [text.count(passes) for text in run_checks.output] == [0, 0]
+    assert run_checks.output[0].count(last) >= 2 * 8  # two steps of eight microbatches
+    assert run_checks.output[0].count(outside) == 0
     stock = farm.run(2, "--rerun-mode", "disabled", "--train-iters", "2", plugin=PLUGIN).check()
     assert stock.output[1].count(passes) == 2 * 8

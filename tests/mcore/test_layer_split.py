@@ -85,7 +85,7 @@ def test_auto_profiles_uneven_stages_and_reads_its_costs_again(
     assert f"in model order: {','.join(map(str, balanced))}\n" in second.output[0]
 
 
-def arguments(**changed: object) -> Namespace:
+def model_arguments(**changed: object) -> Namespace:
     options: dict[str, object] = {
         "num_layers": 31,
         "hidden_size": 64,
@@ -103,12 +103,14 @@ def arguments(**changed: object) -> Namespace:
 
 def test_auto_by_the_sizes_of_the_model() -> None:
     # A layer's products are 13 h^2 wide, the head's 25.
-    split = split_layers(arguments(), v_shape(4), "auto", None)
+    split = split_layers(model_arguments(), v_shape(4), "auto", None)
     assert split.layers == (4, 4, 4, 4, 4, 4, 4, 3)
     assert split.costs is None
     assert split.estimate is not None
     assert split.estimate.forward_us[-1] == pytest.approx((3 + 25 / 13) * 8 / 31)
-    moe = arguments(num_experts=8, moe_router_topk=2, moe_layer_freq=[1, 0], moe_ffn_hidden_size=64)
+    moe = model_arguments(
+        num_experts=8, moe_router_topk=2, moe_layer_freq=[1, 0], moe_ffn_hidden_size=64
+    )
     assert split_layers(moe, linear(4), "auto", None).layers == (8, 8, 9, 6)
 
 
@@ -122,7 +124,7 @@ def test_limit_in_gib_splits_layers_by_the_total_memory_of_a_rank() -> None:
     assert _limit_bytes(replace(choice, costs=plain.costs((3, 3, 3, 3))), options) is None
     limit = _limit_bytes(choice, options)
     assert limit == 24
-    split = split_layers(arguments(num_layers=12), v_shape(2), "auto", costs, limit)
+    split = split_layers(model_arguments(num_layers=12), v_shape(2), "auto", costs, limit)
     assert split.costs is not None
     request = PlanRequest("auto", 2, 6, limit=limit, placements=(v_shape(2),), steps=1_000)
     answer = plan_request(replace(request, costs=split.costs))
@@ -133,7 +135,7 @@ def test_limit_in_gib_splits_layers_by_the_total_memory_of_a_rank() -> None:
 
 def test_further_layers_stay_where_the_vocabulary_is_shared() -> None:
     """And their output layers are shared, whether costs are measured or estimated."""
-    args, place = arguments(num_layers=8, mtp_num_layers=2), linear(4)
+    args, place = model_arguments(num_layers=8, mtp_num_layers=2), linear(4)
     merging = 2 / 13
     plain = split_layers(args, place, "2,2,2,2", None).estimate
     assert plain is not None
@@ -148,30 +150,30 @@ def test_further_layers_stay_where_the_vocabulary_is_shared() -> None:
 
 
 def test_costs_of_known_layers_serve_any_split() -> None:
-    measured = split_layers(arguments(num_layers=8), linear(4), "1,2,3,2", None).estimate
+    measured = split_layers(model_arguments(num_layers=8), linear(4), "1,2,3,2", None).estimate
     assert measured is not None
-    split = split_layers(arguments(num_layers=8), looping(2, 2), None, measured)
+    split = split_layers(model_arguments(num_layers=8), looping(2, 2), None, measured)
     assert split.layers == (2, 2, 2, 2)
     assert split.estimate is None
     assert split.costs is not None
     assert split.costs.forward_us[:3] == pytest.approx((1.0, 1.0, 1.0))
     assert split.costs.forward_us[3] == pytest.approx(measured.forward_us[3])
-    resplit = split_layers(arguments(num_layers=8), linear(4), "1,2,3,2", measured)
+    resplit = split_layers(model_arguments(num_layers=8), linear(4), "1,2,3,2", measured)
     assert resplit.costs is measured
 
 
 def test_costs_without_layers_apply_to_this_split_unless_balanced() -> None:
     measured_costs = Costs((1, 2, 2, 3), (1, 2, 2, 3), (1, 2, 2, 3), 0.0, (1.0,) * 4, (1.0,) * 4)
-    local_split = split_layers(arguments(num_layers=8), v_shape(2), "1,2,3,2", measured_costs)
+    local_split = split_layers(model_arguments(num_layers=8), v_shape(2), "1,2,3,2", measured_costs)
     assert local_split.costs is measured_costs
-    balanced = split_layers(arguments(num_layers=8), v_shape(2), "auto", measured_costs)
+    balanced = split_layers(model_arguments(num_layers=8), v_shape(2), "auto", measured_costs)
     assert balanced.layers == (2, 2, 3, 1)  # the last has 1.5 layers' worth of a head
     assert balanced.costs is not None
 
 
 def test_the_vocabulary_must_be_known() -> None:
     with pytest.raises(ValueError, match="add --vocab-size"):
-        split_layers(arguments(vocab_size=None), v_shape(4), "auto", None)
-    split = split_layers(arguments(vocab_size=None), linear(2), "15,16", None)
+        split_layers(model_arguments(vocab_size=None), v_shape(4), "auto", None)
+    split = split_layers(model_arguments(vocab_size=None), linear(2), "15,16", None)
     assert split.estimate is not None
     assert split.estimate.forward_us == pytest.approx((30 / 31, 32 / 31))

@@ -35,7 +35,7 @@ from megatron_vshape.mcore.step.microbatches import iterators_by_chunk, share_it
 RANKS = 4
 
 
-class Learnt(NamedTuple):
+class RunResults(NamedTuple):
     """Results of a run."""
 
     losses: list[list[float]]  # of every step, where the library reads them
@@ -49,14 +49,14 @@ class Learnt(NamedTuple):
     received_lengths: list[Any]  # by rank and step: the lengths that the first stage receives
 
 
-def learnt(folder: Path, ranks: int = RANKS) -> Learnt:
+def load_results(folder: Path, ranks: int = RANKS) -> RunResults:
     records = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
     reads = [record["losses"] for record in records if record["losses"] and record["losses"][0]]
     merged = {
         key: {name: value for record in records for name, value in record.get(key, {}).items()}
         for key in ("gradients", "parameters")
     }
-    return Learnt(
+    return RunResults(
         sum(reads, []),
         records[0]["norms"],
         **merged,
@@ -68,7 +68,7 @@ def learnt(folder: Path, ranks: int = RANKS) -> Learnt:
     )
 
 
-def assert_equal_results(package_run: Learnt, megatron_run: Learnt) -> None:
+def assert_equal_results(package_run: RunResults, megatron_run: RunResults) -> None:
     assert len(package_run.losses) == len(megatron_run.losses)
     for package_losses, megatron_losses in zip(
         package_run.losses, megatron_run.losses, strict=True
@@ -84,7 +84,7 @@ def assert_equal_results(package_run: Learnt, megatron_run: Learnt) -> None:
             torch.testing.assert_close(value, megatron_losses[name], rtol=1e-5, atol=1e-6)
 
 
-DONE: dict[str, Learnt] = {}
+STOCK_RUNS: dict[str, RunResults] = {}
 """Runs without this package's schedules, which several tests compare with."""
 
 
@@ -97,10 +97,10 @@ def run_library(
     options: dict[str, Any] | None = None,
     ranks: int = RANKS,
     **call_options: Any,
-) -> Learnt:
+) -> RunResults:
     key = repr((shape, flags, options, ranks, call_options))
-    if schedule is None and key in DONE:
-        return DONE[key]
+    if schedule is None and key in STOCK_RUNS:
+        return STOCK_RUNS[key]
     folder = folder / f"{shape}-{Path(str(schedule)).stem}-{len(list(folder.iterdir()))}"
     folder.mkdir()
     # Imported, as a library is: what is run as a file is no module whose names can be found.
@@ -110,9 +110,9 @@ def run_library(
     call_options |= {"shape": shape, "schedule": schedule, "directory": str(folder)}
     call_options["options"] = options or {}
     farm.run(ranks, *flags, plugin=trainer, given=call_options).check()
-    result = learnt(folder, ranks)
+    result = load_results(folder, ranks)
     if schedule is None:
-        DONE[key] = result
+        STOCK_RUNS[key] = result
     return result
 
 
@@ -316,7 +316,7 @@ def test_megatron_core_without_a_trainer(farm: Farm, tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr[-6000:]
     assert "flags name a schedule (No module named 'megatron.training')" in ended.stdout
-    package_run = learnt(folder, ranks)
+    package_run = load_results(folder, ranks)
     assert package_run.chunks == 2
     assert_equal_results(package_run, plain)
 

@@ -19,7 +19,7 @@ class Losses(NamedTuple):
     count: int
 
 
-def reports(step: int) -> list[Any]:
+def make_reports(step: int) -> list[Any]:
     """Return possible reports of a loss function for 64 microbatches, and one more in step 2."""
     torch.manual_seed(step)
     kinds = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64)
@@ -39,7 +39,7 @@ def reports(step: int) -> list[Any]:
     return [*results, "more"] if step == 2 else results
 
 
-def check(brought: list[Any], expected: list[Any]) -> None:
+def check_reports(brought: list[Any], expected: list[Any]) -> None:
     assert len(brought) == len(expected)
     for received, expected_report in zip(brought[:64], expected, strict=False):
         assert isinstance(received["loss"], Losses)
@@ -59,7 +59,7 @@ def check(brought: list[Any], expected: list[Any]) -> None:
             assert torch.equal(tensor, expected_tensor)
 
 
-def bring(rank: int) -> list[int]:
+def send_reports(rank: int) -> list[int]:
     """Bring the reports of four steps from rank 0 to rank 1; return how often each step copies.
 
     Only calls that wait for a device or copy tensors are counted.
@@ -70,7 +70,7 @@ def bring(rank: int) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multi_token, "take_metrics", lambda: {"values": torch.arange(3.0)})
         patch.setattr(multi_token, "add_metrics", elsewhere.append)
-        stores = [reports(step) if rank == 0 else [] for step in range(4)]
+        stores = [make_reports(step) if rank == 0 else [] for step in range(4)]
         for name in ("to", "cpu", "cuda", "tolist", "item", "numpy", "__int__"):
             original = getattr(torch.Tensor, name)
 
@@ -88,13 +88,13 @@ def bring(rank: int) -> list[int]:
             counts.append(sum(copies.values()))
             courier.wait_for_sends()
     for step, brought in enumerate(received if rank == 1 else ()):
-        check(brought, reports(step))
+        check_reports(brought, make_reports(step))
     assert [report["values"].tolist() for report in elsewhere] == [[0, 1, 2]] * (4 * rank)
     return counts
 
 
 def test_losses_are_sent_in_one_message_without_changes() -> None:
     """Values that are not tensors are sent only if they differ from the previous step."""
-    send_counts, received = run_ranks(2, bring)
+    send_counts, received = run_ranks(2, send_reports)
     assert send_counts == [1, 0, 1, 1]
     assert received == [3, 1, 3, 3]

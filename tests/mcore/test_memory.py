@@ -13,7 +13,7 @@ from megatron_vshape.core.paper.catalogue import make
 FLAGS = (UNTIED, "--global-batch-size", "16", "--train-iters", "2")
 
 
-def figures(run: Ended) -> tuple[list[float], list[float]]:
+def memory_figures(run: Ended) -> tuple[list[float], list[float]]:
     """Return the measured and the predicted peaks of the closing line, by rank."""
     (line,) = [line for line in run.output[0].splitlines() if "peak activation memory" in line]
     match = re.search(r"measured \[(.*?)\], predicted \[(.*?)\]", line)
@@ -24,8 +24,10 @@ def figures(run: Ended) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize("schedule", ["v-half", "v-min"])
 def test_peak_against_megatrons_1f1b(train: Callable[..., Ended], schedule: str) -> None:
-    measured, predicted = figures(train(4, "--pipeline-schedule", schedule, *FLAGS))
-    megatron_peaks, megatron_predicted = figures(train(4, "--pipeline-schedule", "1f1b", *FLAGS))
+    measured, predicted = memory_figures(train(4, "--pipeline-schedule", schedule, *FLAGS))
+    megatron_peaks, megatron_predicted = memory_figures(
+        train(4, "--pipeline-schedule", "1f1b", *FLAGS)
+    )
     assert measured == pytest.approx(predicted, rel=0.1)
     assert megatron_peaks == pytest.approx(megatron_predicted, rel=0.1)
     ratio = max(measured) / max(megatron_peaks)
@@ -40,7 +42,7 @@ def test_allocated_memory_is_in_the_plan(farm: Farm, schedule: str) -> None:
     vocabulary = ("--vocab-size", "2047")  # the logits of one microbatch are half a MiB
     flags = (*FLAGS, *sizes, *vocabulary, "--pipeline-schedule", schedule)
     run = farm.run(4, *flags, live=True).check()
-    _, predicted = figures(run)
+    _, predicted = memory_figures(run)
     message_bytes = 64 * 64 * 4
     for record, activations_mib in zip(run.records, predicted, strict=True):
         # Posted receives, and the result that the last pass has handed over.

@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import pytest
 from mcore.farm import Farm
-from mcore.test_bad_input import refused
+from mcore.test_bad_input import rejection_text
 
 pytest.importorskip("megatron.training")
 
@@ -21,7 +21,7 @@ from megatron_vshape.mcore.setup.megatron_schedules import (
 INTERLEAVED = "--pipeline-schedule interleaved-1f1b"
 
 
-def arguments(**changed: object) -> Namespace:
+def model_arguments(**changed: object) -> Namespace:
     """Return validated arguments of a run with 8 microbatches on 4 pipeline ranks."""
     settings = {
         "pipeline_schedule": "interleaved-1f1b",
@@ -61,7 +61,7 @@ REJECTED: dict[str, tuple[dict[str, object], str]] = {
 
 @pytest.mark.parametrize(("changed", "said"), REJECTED.values(), ids=REJECTED)
 def test_numbers_that_it_cannot_run(changed: dict[str, object], said: str) -> None:
-    args = arguments(**changed)
+    args = model_arguments(**changed)
     with pytest.raises(UnsupportedError, match=said):
         check_interleaved(args, fixed_counts(args))
 
@@ -77,7 +77,7 @@ FINE: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("changed", FINE.values(), ids=FINE)
 def test_numbers_that_it_can_run(changed: dict[str, object]) -> None:
-    args = arguments(**changed)
+    args = model_arguments(**changed)
     check_interleaved(args, fixed_counts(args))
 
 
@@ -99,7 +99,7 @@ class TestSchedulesOfBatchSizes:
         calculator.init_num_microbatches_calculator(
             0, None, None, 1, 2, step_batch_size_schedule=self.SIZES
         )
-        args = arguments(
+        args = model_arguments(
             step_batch_size_schedule=self.SIZES,
             consumed_train_samples=consumed,
             iteration=0,
@@ -124,7 +124,7 @@ class TestSchedulesOfBatchSizes:
         # Thresholds are tokens, and a sample has 32.
         flags = ("--pipeline-schedule", schedule, "--step-batch-size-schedule", sizes)
         more_flags = ("--train-iters", "3")
-        assert said in refused(farm, *flags, *more_flags, without=("--global-batch-size",))
+        assert said in rejection_text(farm, *flags, *more_flags, without=("--global-batch-size",))
 
     def test_sizes_that_can_run(self, farm: Farm) -> None:
         flags = ("--pipeline-schedule", "dualpipev", "--step-batch-size-schedule", "0:8 256:9")
@@ -134,6 +134,6 @@ class TestSchedulesOfBatchSizes:
 
 def test_an_evaluation_that_cannot_run(farm: Farm) -> None:
     flags = "--eval-iters 1 --eval-interval 1 --eval-global-batch-size 6"
-    text = refused(farm, *INTERLEAVED.split(), *flags.split())
+    text = rejection_text(farm, *INTERLEAVED.split(), *flags.split())
     assert "does not work with 6 microbatches, the number in an evaluation step" in text
     assert "Set --eval-iters 0, or make --eval-global-batch-size / (" in text

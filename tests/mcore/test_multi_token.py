@@ -73,7 +73,7 @@ FAST = 6
 OURS_ALONE = ("--pipeline-layer-split", "--pipeline-model-parallel-layout")
 
 
-def metrics(run: Ended) -> dict[str, list[tuple[int, float]]]:
+def logged_metrics(run: Ended) -> dict[str, list[tuple[int, float]]]:
     """Return the logged metrics of multi-token prediction."""
     return {name: values for name, values in of_wandb(run).items() if name.startswith("mtp_")}
 
@@ -173,10 +173,10 @@ def test_costs_measured_with_a_shared_vocabulary_plan_the_next_run(
 
 
 def assert_equal_metrics(package_run: Ended, megatron_run: Ended, depth: int) -> None:
-    package_metrics = metrics(package_run)
+    package_metrics = logged_metrics(package_run)
     assert len([name for name in package_metrics if name.endswith(" loss")]) == depth
-    assert package_metrics.keys() == metrics(megatron_run).keys()
-    for name, values in metrics(megatron_run).items():
+    assert package_metrics.keys() == logged_metrics(megatron_run).keys()
+    for name, values in logged_metrics(megatron_run).items():
         assert [step for step, _ in package_metrics[name]] == [step for step, _ in values]
         package_values = [value for _, value in package_metrics[name]]
         assert package_values == pytest.approx([value for _, value in values], rel=1e-5), name
@@ -198,7 +198,7 @@ def test_training_equals_megatron_1f1b(train: Train) -> None:
     package_run = train(4, "--pipeline-schedule", "v-half", *flags)
     assert_equal_training(package_run, megatron_run)
     assert_equal_gradients(package_run, megatron_run)
-    assert metrics(package_run).keys() == metrics(megatron_run).keys() != set()
+    assert logged_metrics(package_run).keys() == logged_metrics(megatron_run).keys() != set()
 
 
 def test_an_embedding_on_one_rank_is_one_parameter(train: Train) -> None:
@@ -212,8 +212,8 @@ def test_an_embedding_on_one_rank_is_one_parameter(train: Train) -> None:
         0,
     ]
     assert all("mtp." not in name for rank_names in names[1:] for name in rank_names)
-    sizes = sum(value.numel() for value in run.records[0]["parameters"].values())
-    assert re.search(rf"number of parameters on .* rank \(0, .*0\): {sizes}\n", run.output[0])
+    model_sizes = sum(value.numel() for value in run.records[0]["parameters"].values())
+    assert re.search(rf"number of parameters on .* rank \(0, .*0\): {model_sizes}\n", run.output[0])
 
 
 PARALLEL = {
@@ -296,7 +296,7 @@ def test_a_hybrid_model(train: Train, schedule: str, flags: str) -> None:
     package_run = train(4, *chosen, *pattern, *STARTS, *SAYS, UNTIED)
     assert_equal_training(package_run, megatron_run, weights=WEIGHTS if flags else 1e-5)
     assert_equal_gradients(package_run, megatron_run)
-    assert {"mtp_1 loss", "mtp_2 loss"} <= metrics(package_run).keys()
+    assert {"mtp_1 loss", "mtp_2 loss"} <= logged_metrics(package_run).keys()
 
 
 @pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
@@ -352,7 +352,7 @@ def test_how_many(options: dict[str, object], expected: int) -> None:
     assert multi_token.num_predicting(SimpleNamespace(**options)) == expected
 
 
-def sizes(vocabulary: int, predicting: int | None) -> Namespace:
+def model_sizes(vocabulary: int, predicting: int | None) -> Namespace:
     return Namespace(
         num_layers=32,
         hidden_size=4096,
@@ -381,7 +381,7 @@ def test_the_balanced_split_counts_its_layers(
     vocabulary: int, predicting: int, min_layers: float, mean: float
 ) -> None:
     """The loads of a GPT's rank 0 without other layers, and of all devices, in layers of it."""
-    split = split_layers(sizes(vocabulary, predicting), v_shape(8), "auto", None)
+    split = split_layers(model_sizes(vocabulary, predicting), v_shape(8), "auto", None)
     assert split.estimate is not None
     stages = pieces_from_costs(split.estimate)
     layer_us = stages[1].time_us / split.layers[1]

@@ -11,7 +11,7 @@ from mcore import poisoned
 from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
 from mcore.test_composition import EXPERT_PARALLEL, SEQUENCE
-from mcore.test_memory import figures
+from mcore.test_memory import memory_figures
 from offloaded import choose_all, choose_every_third, with_offloads
 
 from megatron_vshape.core.check.simulate import HOST_BLOCKS, peak_moved
@@ -108,9 +108,9 @@ SIZES = (
 def test_measured_peaks_equal_predicted_peaks(
     train: Train, farm: Farm, tmp_path: Path, name: str
 ) -> None:
-    baseline_peaks, _ = figures(train(4, "--pipeline-schedule", name, *SIZES, UNTIED))
+    baseline_peaks, _ = memory_figures(train(4, "--pipeline-schedule", name, *SIZES, UNTIED))
     run = train_schedule(farm, tmp_path, with_offloads(make(name, 4, 16)), *SIZES, UNTIED)
-    measured, predicted = figures(run)
+    measured, predicted = memory_figures(run)
     assert measured == pytest.approx(predicted, rel=0.05)
     assert max(measured) < 0.7 * max(baseline_peaks)
     (line,) = [line for line in run.output[0].splitlines() if "peak activation memory" in line]
@@ -124,7 +124,7 @@ def test_live_bytes_drop_by_the_predicted_amount(farm: Farm, tmp_path: Path) -> 
     names = ("v-half", str(file))
     flags = (*SIZES, UNTIED, "--pipeline-schedule")
     baseline_run, package_run = (farm.run(4, *flags, name, live=True).check() for name in names)
-    predicted = zip(figures(baseline_run)[1], figures(package_run)[1], strict=True)
+    predicted = zip(memory_figures(baseline_run)[1], memory_figures(package_run)[1], strict=True)
     records = zip(baseline_run.records, package_run.records, predicted, strict=True)
     for plain, copied, (more_mib, less_mib) in records:
         saved_bytes = plain["live_bytes"] - copied["live_bytes"]
@@ -286,9 +286,9 @@ def test_slices_are_offloaded_except_keys_and_values(
         farm, tmp_path, with_offloads(make(name, 2, 16, slices=4)), *flags, ranks=2
     )
     assert_same_bits(package_run, alone)
-    measured, predicted = figures(package_run)
+    measured, predicted = memory_figures(package_run)
     assert measured == pytest.approx(predicted, rel=0.05)
-    assert max(measured) < 0.95 * max(figures(alone)[0])
+    assert max(measured) < 0.95 * max(memory_figures(alone)[0])
 
 
 def test_offloading_rejects_cuda_graphs() -> None:

@@ -17,7 +17,7 @@ import torch
 from mcore.conftest import UNTIED, needs_hybrid
 from mcore.farm import Ended, Farm
 from mcore.rejections import megatron_choices
-from mcore.test_memory import FLAGS, figures
+from mcore.test_memory import FLAGS, memory_figures
 from mcore.test_training import TWO, assert_equal_training
 from megatron.core.enums import Fp8Recipe
 
@@ -515,7 +515,7 @@ def test_live_memory_equals_the_planned_memory(farm: Farm, slices: str) -> None:
     few = ("--global-batch-size", "8", "--vocab-size", "2047", "--pipeline-slices", slices)
     flags = (*FLAGS, *sizes, *few)
     run = farm.run(4, *flags, "--pipeline-schedule", "v-zb", live=True).check()
-    _, predicted = figures(run)
+    _, predicted = memory_figures(run)
     message_bytes = 64 // int(slices) * 64 * 4
     for record, activations_mib in zip(run.records, predicted, strict=True):
         model = activations_mib * 2**20 + (record["most_posted"] + 1) * message_bytes

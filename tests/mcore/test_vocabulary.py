@@ -12,7 +12,7 @@ from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
 from mcore.other_trainer import DeferredConfig
 from mcore.test_composition import CONTEXT, EXPERT_PARALLEL, OVERLAP, SEQUENCE, TENSOR
-from mcore.test_library import Learnt, assert_equal_results, run_library
+from mcore.test_library import RunResults, assert_equal_results, run_library
 from mcore.test_training import assert_equal_training, losses, relative
 from shared_costs import shared_costs
 
@@ -251,7 +251,7 @@ def test_vocabulary_is_padded_to_a_multiple_of_the_ranks(farm: Farm) -> None:
     ] * 3
 
 
-def join_rows(run: Learnt) -> Learnt:
+def join_rows(run: RunResults) -> RunResults:
     """Return a library's run with concatenated vocabulary rows."""
 
     def concatenate_rows(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
