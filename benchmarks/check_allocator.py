@@ -160,7 +160,7 @@ def replayed(events: list[list[Any]], settings: AllocatorSettings) -> tuple[int,
             allocator.free(blocks.pop(address))
             differences += allocator.reserved != reserved
         previous_action = action
-    return allocator.most_reserved, differences
+    return allocator.peak_reserved, differences
 
 
 def replay(folder: Path) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_vshape.rehearsal.gpus import GIB, GPUS
 from megatron_vshape.tuning import fsdp
-from megatron_vshape.tuning.configurations import Subject, own_configuration
+from megatron_vshape.tuning.configurations import Subject, configuration_of_command
 from megatron_vshape.tuning.machine import Machine
 from megatron_vshape.tuning.predictor import Counts, Predictor
 
@@ -64,7 +64,7 @@ def main(names: list[str]) -> None:
         subject = Subject.of_command([str(SCRIPT), *COMMON.split(), *flags.split()], name)
         machine = Machine(GPUS[gpu], 8)
         predictor = Predictor(subject, machine, Counts(subject, machine))
-        row = fsdp.best(predictor, own_configuration(subject, 8))
+        row = fsdp.best(predictor, configuration_of_command(subject, 8))
         assert row is not None
         figures = (
             f"{row.step_s:.3f} | {step_s:.3f} | {row.ranks[0].allocated / GIB:.1f} | {gib:.1f}"

@@ -33,7 +33,7 @@ from megatron_vshape.core.planner.vocabulary import (
 )
 from megatron_vshape.core.program.lowering import fuse
 from megatron_vshape.core.request import AUTO, PlanRequest
-from megatron_vshape.rehearsal.flags import Command, Sizes, ranks_asked_for, read_command, sizes_of
+from megatron_vshape.rehearsal.flags import Command, Sizes, parse_ranks, read_command, sizes_of
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.rank_report import FailedRank
 from megatron_vshape.rehearsal.ranks import DryRunConfig, rehearse_all
@@ -171,7 +171,7 @@ def main() -> None:
     sizes = sizes_of(command, options.gpus)
     model = model_of(command, sizes, counted(options))
     cases = {key: CASES[key](model) for key in options.cases}
-    stages = ranks_asked_for(options.ranks, sizes.pipeline)
+    stages = parse_ranks(options.ranks, sizes.pipeline)
     rehearse(options, sizes, cases, stages)
     print("GiB of every rank, planned / estimated, and the largest difference")
     for key, case in cases.items():

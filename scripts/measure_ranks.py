@@ -129,16 +129,16 @@ def measure(args: argparse.Namespace) -> int:
     import torch
     from bench_gpu import provenance
 
-    from megatron_vshape.rehearsal.measured import measure_all, row_of
+    from megatron_vshape.rehearsal.measured import format_passes, measure_ranks
 
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     rank_cases = list(cases(args.only, args.skip, args.flags))
     measurements: list[dict[str, Any]] = []
     about = provenance(args)
-    results = measure_all([job_of(case) for case in rank_cases], timeout_s=TIMEOUT_S)
+    results = measure_ranks([job_of(case) for case in rank_cases], timeout_s=TIMEOUT_S)
     for case, result in zip(rank_cases, results, strict=True):
         measurements.append(case | result)
-        row = result.get("error") or f"{sizes_of(result)}; {row_of(result)}"
+        row = result.get("error") or f"{sizes_of(result)}; {format_passes(result)}"
         print(f"{case['name']}, rank {case['rank']}: {row}", flush=True)
         write(args.output, {"about": about, "ranks": measurements})
     return int(any("error" in measurement for measurement in measurements))

@@ -49,9 +49,9 @@ from megatron_vshape.tuning.configurations import (
     Configuration,
     Subject,
     SweepError,
+    configuration_of_command,
     faults,
     neighbors,
-    own_configuration,
 )
 from megatron_vshape.tuning.machine import Machine
 from megatron_vshape.tuning.predictor import Counts, Prediction, Predictor, Verdict, step_seconds
@@ -120,7 +120,7 @@ def run(options: argparse.Namespace) -> int:
     subject = Subject.of_command(options.command, "")
     check_schedule_flags(subject.command)
     fetch_missing(options, subject.command)
-    if own_configuration(subject, 1).pipeline_parallel < 2:
+    if configuration_of_command(subject, 1).pipeline_parallel < 2:
         raise ScheduleError(
             "the command has no pipeline, and advise compares pipeline schedules: set "
             "--pipeline-model-parallel-size to 2 or more, or estimate its memory with rehearse"
@@ -138,7 +138,7 @@ def _advice(options: argparse.Namespace, subject: Subject, keep: Sequence[str]) 
     machine, grid, left_out, post_validation = _grid(options, subject)
     # The comparison starts with the command as it is, so it must run on these GPUs.
     sizes_of(subject.command, machine.num_devices)
-    gpu, command_config = machine.gpu, own_configuration(subject, machine.num_devices)
+    gpu, command_config = machine.gpu, configuration_of_command(subject, machine.num_devices)
     candidates = []
     for config in () if grid else neighbors(command_config, subject, machine.num_devices, keep):
         _, why = next(faults(config, subject, machine.num_devices, gpu.node), ("", ""))
@@ -185,14 +185,14 @@ def _grid(
         return machine_of(options), [], [], False
     check_installed("--grid", "sweep", "pydantic", "yaml")
     from megatron_vshape.tuning.files import load_sweep
-    from megatron_vshape.tuning.grid import expand, group_by_kind
+    from megatron_vshape.tuning.grid import expand_grid, group_by_kind
 
     loaded = load_sweep(options.grid, options.command)
     has_machine_options = options.gpus is not None or options.cluster is not None
     machine = machine_of(options) if has_machine_options else Machine.of(loaded.cluster)
     # Step times of other sequence lengths or batches are not comparable with that of the command.
-    sequence, batch = workload = own_configuration(subject, machine.num_devices).workload
-    expanded = expand(loaded, machine)
+    sequence, batch = workload = configuration_of_command(subject, machine.num_devices).workload
+    expanded = expand_grid(loaded, machine)
     grid = [config for config in expanded.possible if config.workload == workload]
     dropped = [
         rejection for rejection in expanded.dropped if rejection.configuration.workload == workload
@@ -288,7 +288,7 @@ def _print(advice: Advice, options: argparse.Namespace, rows: Rows) -> None:
     texts += _full_step(options.training_share, rows)
     texts += [fsdp.format_comparison(rows["fsdp"], rows["best"] or today, advice.case)]
     for text in filter(None, texts):
-        print(report.wrapped(text))
+        print(report.wrap_text(text))
     command = advice.predictor.subject.command
     print(
         f"\n{advice.layers} layers, {command.value('--seq-length') or '?'} tokens, batch "
@@ -300,7 +300,7 @@ def _print(advice: Advice, options: argparse.Namespace, rows: Rows) -> None:
     for key, row in shown:
         if key != "today":
             words = ", ".join(_flags(advice, options, rows, row)) or "the flags of today"
-            print(report.wrapped(f"Flags, {NAMES[key]}: {words}."))
+            print(report.wrap_text(f"Flags, {NAMES[key]}: {words}."))
     for text in (
         _largest_rank(today),
         *accuracy.sentences(advice.case, machine.gpu),
@@ -310,7 +310,7 @@ def _print(advice: Advice, options: argparse.Namespace, rows: Rows) -> None:
         "than 1%, peaks of virtual stages by up to 2% because Megatron keeps messages of each.",
         *(["Not evaluated: " + "; ".join(advice.left_out)] if advice.left_out else []),
     ):
-        print(report.wrapped(text))
+        print(report.wrap_text(text))
 
 
 def _shown(advice: Advice, rows: Rows) -> list[tuple[str, Prediction]]:

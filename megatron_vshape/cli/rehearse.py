@@ -34,7 +34,7 @@ from megatron_vshape.rehearsal.flags import (
     Command,
     Sizes,
     launched_gpus,
-    ranks_asked_for,
+    parse_ranks,
     read_command,
     sizes_of,
 )
@@ -43,7 +43,7 @@ from megatron_vshape.rehearsal.megatron_layers import fix_of_split
 from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport
 from megatron_vshape.rehearsal.ranks import DryRunConfig, check_all, rehearse_all
 from megatron_vshape.rehearsal.remedies import remedy_lines
-from megatron_vshape.rehearsal.simulated import StepTime, step_of
+from megatron_vshape.rehearsal.simulated import StepTime, estimate_step
 from megatron_vshape.view.numbers import source_lines
 
 
@@ -121,9 +121,9 @@ def run(options: argparse.Namespace) -> int:
     headroom_bytes = headroom_bytes_of(options.headroom, gpu.memory_bytes)
     gpus, unknown = launched_gpus(command)
     if options.gpus is None and unknown:
-        print(report.wrapped(unknown))
+        print(report.wrap_text(unknown))
     sizes = sizes_of(command, options.gpus or gpus)
-    stages = ranks_asked_for(options.ranks, sizes.pipeline)
+    stages = parse_ranks(options.ranks, sizes.pipeline)
     config = dry_run_config(options, command, gpu)
     if options.check:
         return _check(command, config, sizes, stages)
@@ -144,11 +144,11 @@ def run(options: argparse.Namespace) -> int:
         helps = (
             [] if options.alone else remedy_lines(command, config, sizes, reports, headroom_bytes)
         )
-    step = step_of(reports, command, gpu, sizes.stage_stride)
+    step = estimate_step(reports, command, gpu, sizes.stage_stride)
     _print(reports, baselines, command, gpu, sizes, step)
-    verdict = report.verdict(reports, gpu, headroom_bytes)
+    verdict = report.format_verdict(reports, gpu, headroom_bytes)
     for line in (verdict, *helps):
-        print(report.wrapped(line))
+        print(report.wrap_text(line))
     texts = {"verdict": verdict, "remedies": helps}
     _write(reports, baselines, command, options, gpu, step, texts)
     return 0
@@ -181,7 +181,7 @@ def _check(command: Command, config: DryRunConfig, sizes: Sizes, stages: Sequenc
             print(f"does not start with {schedule}: {_with_split(result.error, command, sizes)}")
             return 1
         for notice in result.notices:
-            print(report.wrapped(notice))
+            print(report.wrap_text(notice))
     print(f"starts with {schedule}")
     return 0
 
@@ -241,14 +241,14 @@ def _print(
     )
     print("\n".join(report.table(reports, gpu)))
     for rank_report in reports:
-        print(report.wrapped(report.when(rank_report)))
+        print(report.wrap_text(report.format_peak(rank_report)))
         if rank_report.graph_bytes is not None:
-            print(report.wrapped(report.with_graphs(rank_report, rank_report.graph_bytes)))
+            print(report.wrap_text(report.format_graphs(rank_report, rank_report.graph_bytes)))
     for name, baseline in baselines.items():
         peaks = ", ".join(report.gib(rank_report.peak_bytes) for rank_report in baseline)
         stages = "" if len(baseline) == len(reports) else " on " + _stages(baseline)
         print(f"{name}: peak {peaks} GiB{stages}")
-    print(report.wrapped(f"step time {step.seconds:.2f} s: {step.how}"))
+    print(report.wrap_text(f"step time {step.seconds:.2f} s: {step.how}"))
 
 
 def _stages(reports: Sequence[RankReport]) -> str:
@@ -271,7 +271,7 @@ def _write(
         "step_s": step.seconds,
         "step_estimate": step.how,
         **texts,
-        "assumed": report.assumed(gpu, options.imbalance, fused, versions),
+        "assumed": report.assumptions(gpu, options.imbalance, fused, versions),
         "beside": {
             name: [_rank(rank_report) for rank_report in baseline]
             for name, baseline in baselines.items()
@@ -338,12 +338,12 @@ def _measured(
     job_of = {job["stage"]: job for job in jobs}
     todo = [job_of[ranks[0].stage] for ranks in groups.values()]
     measured_reports: list[RankReport] = []
-    results = measured.measure_all(todo, config.programs.megatron)
+    results = measured.measure_ranks(todo, config.programs.megatron)
     for ranks, result in zip(groups.values(), results, strict=True):
         ranks_text = _stages(ranks)
         if "error" in result:
             raise ScheduleError(f"{ranks_text} could not be measured: {result['error']}")
-        print(f"{ranks_text} on {result['device']}: {measured.row_of(result)}", flush=True)
+        print(f"{ranks_text} on {result['device']}: {measured.format_passes(result)}", flush=True)
         measured_reports += [counted.with_measured(rank_report, result) for rank_report in ranks]
     return sorted(measured_reports, key=lambda rank_report: rank_report.stage)
 

@@ -16,7 +16,7 @@ from megatron_vshape.rehearsal.ranks import DryRunConfig
 from megatron_vshape.tuning import predictor as predicting
 from megatron_vshape.tuning.configurations import Configuration
 from megatron_vshape.tuning.files import Loaded, load_sweep
-from megatron_vshape.tuning.grid import Dropped, Expanded, expand, group_by_kind
+from megatron_vshape.tuning.grid import Dropped, Expanded, expand_grid, group_by_kind
 from megatron_vshape.tuning.machine import Machine
 from megatron_vshape.tuning.predictor import Prediction, Predictor, key_of_count
 from megatron_vshape.tuning.ranking import Pruned, prune_predictions
@@ -104,7 +104,7 @@ def _expand(loaded: Loaded, options: argparse.Namespace) -> tuple[Predictor, Exp
         loaded.sweep.post_validation,
         headroom_bytes_of(options.headroom, machine.gpu.memory_bytes),
     )
-    return predictor, expand(loaded, machine)
+    return predictor, expand_grid(loaded, machine)
 
 
 def _predict(loaded: Loaded, options: argparse.Namespace) -> tuple[Predictor, list[Prediction]]:

@@ -186,7 +186,7 @@ class Allocator:
             memory_bytes: memory of the GPU that the allocator can reserve.
         """
         self.settings, self.memory_bytes = settings, memory_bytes
-        self.reserved = self.most_reserved = self.allocated = self.most_allocated = 0
+        self.reserved = self.peak_reserved = self.allocated = self.peak_allocated = 0
         self.next_address = _GAP  # of cudaMalloc; the driver's own choice is not documented
         self._pools: dict[tuple[bool, int], _Pool] = {}
         self._ranges = 0
@@ -211,7 +211,7 @@ class Allocator:
             pool.add(block.cut(size))
         block.is_free = False
         self.allocated += block.size
-        self.most_allocated = max(self.most_allocated, self.allocated)
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
     def free(self, block: Block) -> None:
@@ -269,7 +269,7 @@ class Allocator:
         if self.reserved + size > self.memory_bytes:
             return False
         self.reserved += size
-        self.most_reserved = max(self.most_reserved, self.reserved)
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
         return True
 
     # ---- expandable segments ----
@@ -369,7 +369,7 @@ def replay(
     """
     allocator = Allocator(settings)
     _replay(allocator, lives, emptied)
-    allocated, allocated_at_end = allocator.most_allocated, allocator.allocated
+    allocated, allocated_at_end = allocator.peak_allocated, allocator.allocated
     unsplit = allocated_at_end - sum(
         settings.rounded(lifetime.size) for lifetime in lives if lifetime.died is None
     )
@@ -378,11 +378,11 @@ def replay(
         lifetime for lifetime in lives if lifetime.born >= last_step and lifetime.died is not None
     ]
     for _ in range(_MAX_REPEATS):
-        previous_peak = allocator.most_reserved
+        previous_peak = allocator.peak_reserved
         _replay(allocator, step, ())
-        if allocator.most_reserved == previous_peak:
+        if allocator.peak_reserved == previous_peak:
             break
-    return Replayed(allocator.most_reserved, allocated, unsplit)
+    return Replayed(allocator.peak_reserved, allocated, unsplit)
 
 
 def _replay(allocator: Allocator, lives: Sequence[Lifetime], emptied: Sequence[int]) -> None:

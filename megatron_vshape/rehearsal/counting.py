@@ -66,7 +66,7 @@ _THIRD_DENSE = "([1,1,0]*2+[1,1])"
 """--moe-layer-freq with which both stages of the third rank have a dense layer."""
 
 
-def count_all(
+def reports_of_commands(
     config: DryRunConfig, commands: Iterable[Command], report: Callable[[int, int], None]
 ) -> list[Ranks | str]:
     """Run or read from the cache the counted ranks of each command; for `counted`.
@@ -212,7 +212,7 @@ class Parameters(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class CountedCosts:
     """Costs of a configuration: one layer, embedding and output layer, and work once per step."""
 
     pieces: Pieces
@@ -250,11 +250,11 @@ def counted(
     world: int,
     pipeline: int,
     rates: Rates | None = None,
-) -> Counted:
+) -> CountedCosts:
     """Estimate the costs of a command for this pipeline and world size from its counted ranks.
 
     Raises:
-        ScheduleError: the ranks are an error message of `count_all`, or lack a pass, or
+        ScheduleError: the ranks are an error message of `reports_of_commands`, or lack a pass, or
             --moe-layer-freq cannot be read.
     """
     if isinstance(ranks, str):
@@ -268,7 +268,7 @@ def counted(
     return with_layer_kinds(costs, command, world)
 
 
-def _with_equal_layers(ranks: Ranks, gpu: Gpu, sizes: Sizes, rates: Rates | None) -> Counted:
+def _with_equal_layers(ranks: Ranks, gpu: Gpu, sizes: Sizes, rates: Rates | None) -> CountedCosts:
     gpu_rates = rates or rates_of(gpu)
     ratio = sizes.world // sizes.pipeline * PIPELINE / ranks[0].sizes.world
     first, second, *dense = (_with_replicas(report, ratio) for report in ranks)
@@ -282,7 +282,7 @@ def _with_equal_layers(ranks: Ranks, gpu: Gpu, sizes: Sizes, rates: Rates | None
     of_stages = second.chunk_parameters
     layer = sum(of_stages) / len(of_stages)
     parameters = Parameters(layer, *(count - layer for count in first.chunk_parameters))
-    return Counted(
+    return CountedCosts(
         pieces,
         *once,
         gpu_rates,
@@ -307,7 +307,7 @@ def _dense_layer(
     return replace(layer, **{name: getattr(layer, name) + extra_bytes for name in WORKS})
 
 
-def with_layer_kinds(costs: Counted, command: Command, world: int) -> Counted:
+def with_layer_kinds(costs: CountedCosts, command: Command, world: int) -> CountedCosts:
     """Estimate layers of other kinds: in hybrid models, and in MoE models with dense layers.
 
     In a hybrid model, their costs relative to each other follow from their GEMMs and sizes.

@@ -587,7 +587,7 @@ def _check_batch(command: Command, replicas: int) -> None:
         )
 
 
-def ranks_asked_for(text: str, pipeline: int) -> list[int]:
+def parse_ranks(text: str, pipeline: int) -> list[int]:
     """Return the pipeline ranks of `all`, `first,last` or comma-separated numbers.
 
     Raises:

@@ -106,7 +106,7 @@ class Gpu:
         return asdict(self)
 
     @classmethod
-    def of_json(cls, plain: Mapping[str, Any]) -> Gpu:
+    def from_json(cls, plain: Mapping[str, Any]) -> Gpu:
         """Return the GPU that `to_json` wrote."""
         major, minor = plain["capability"]
         shares = tuple((str(name), float(value)) for name, value in plain["shares"])

@@ -15,7 +15,7 @@ _AHEAD = 2
 """Processes that import while a rank runs."""
 
 
-def measure_all(
+def measure_ranks(
     jobs: Sequence[Mapping[str, Any]],
     megatron: Path | None = None,
     timeout_s: float | None = None,
@@ -62,7 +62,7 @@ def _last_lines(errors: str) -> str:
     return "\n".join(errors.strip().splitlines()[-8:]) or "the process ended without a message"
 
 
-def row_of(result: Mapping[str, Any]) -> str:
+def format_passes(result: Mapping[str, Any]) -> str:
     """Format the passes of a measured rank: times and, on a GPU, the memory that each pass adds."""
     return "; ".join(
         f"{kind['kind']}{kind['chunk']} {kind['ms']:.2f} ms"

@@ -75,7 +75,7 @@ def _layers_of_ranks(command: Command, num_layers: int, ranks: int) -> list[int]
 def flags_of_layers(layers: Sequence[int], ranks: int, command: Command) -> list[str]:
     """Return the changes of a command with which Megatron runs stages of these layers."""
     if command.pattern:
-        return [f"{hybrid.FLAG} '{hybrid.cut(command.pattern, layers)}'"]
+        return [f"{hybrid.FLAG} '{hybrid.cut_pattern(command.pattern, layers)}'"]
     removed = [f"remove {flag}" for flag in _FLAGS_OF_OUTER_RANKS if command.has(flag)]
     if not is_even(layers):
         return [*removed, f"{LAYOUT} '{layout_of(layers, command.mtp_layers)}'"]

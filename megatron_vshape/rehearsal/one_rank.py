@@ -85,7 +85,7 @@ class RankJob:
     @property
     def hardware(self) -> Gpu:
         """The GPU and its links."""
-        return GPUS[self.gpu] if self.cluster is None else Gpu.of_json(self.cluster)
+        return GPUS[self.gpu] if self.cluster is None else Gpu.from_json(self.cluster)
 
 
 class _StepsDone(BaseException):

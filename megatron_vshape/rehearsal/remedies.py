@@ -88,7 +88,7 @@ def remedy_lines(
     """
     if sizes.pipeline < 2 or not command.layers:
         return []
-    (ranks,) = counting.count_all(config, [command], lambda *_: None)
+    (ranks,) = counting.reports_of_commands(config, [command], lambda *_: None)
     if isinstance(ranks, str):  # this model cannot be counted by layers
         return []
     pieces = counting.counted(ranks, command, config.gpu, sizes.world, sizes.pipeline).pieces

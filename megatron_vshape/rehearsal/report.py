@@ -51,7 +51,7 @@ def table(reports: Sequence[RankReport], gpu: Gpu) -> list[str]:
     ]
 
 
-def when(report: RankReport) -> str:
+def format_peak(report: RankReport) -> str:
     """Format the pass in which a rank reaches its peak, and the largest allocations then."""
     sums: dict[str, float] = {}
     for holder in report.holders:
@@ -63,11 +63,11 @@ def when(report: RankReport) -> str:
     )
     place = _place_in_words(report.when.place)
     where = f" in {place}" if place else ""
-    text = f"rank {report.stage}: peak in {pass_in_words(report.when.phase)}{where}"
+    text = f"rank {report.stage}: peak in {describe_pass(report.when.phase)}{where}"
     return text + (f"; {largest}" if largest else "")
 
 
-def with_graphs(report: RankReport, graphs: GraphBytes) -> str:
+def format_graphs(report: RankReport, graphs: GraphBytes) -> str:
     """Format the memory that a rank with CUDA graphs reserves."""
     pool, other_memory, inputs = map(gib, (graphs.pool, graphs.other, graphs.inputs))
     return (
@@ -92,7 +92,7 @@ def _spare_bytes(report: RankReport, gpu: Gpu) -> float:
     return gpu.allocatable_bytes(report.communicators, 0.0) - report.reserved_bytes
 
 
-def pass_in_words(phase: str) -> str:
+def describe_pass(phase: str) -> str:
     """Format a phase of a step, as in `F 0 7`: F of microbatch 7."""
     words = phase.split()
     if len(words) == 3:
@@ -127,7 +127,7 @@ def _holder(holder: Holder, phase: str) -> str:
     return f"activations of {place}" if place else "other activations of layers"
 
 
-def verdict(reports: Sequence[RankReport], gpu: Gpu, headroom_bytes: float) -> str:
+def format_verdict(reports: Sequence[RankReport], gpu: Gpu, headroom_bytes: float) -> str:
     """Format whether the ranks fit into the GPU, by how much, and the rank that needs most."""
     largest = min(reports, key=lambda report: _unused_bytes(report, gpu, headroom_bytes))
     peak, outside = needed_bytes(largest), gpu.outside_bytes(largest.communicators)
@@ -173,7 +173,9 @@ def remedy_line(most_bytes: float, peak_bytes: float, fit: Fit) -> str:
     return f"{gib(most_bytes)} GiB ({how}{'' if fit is Fit.FITS else f'; {fit}'})"
 
 
-def assumed(gpu: Gpu, imbalance: float, fused: bool, versions: Mapping[str, str]) -> dict[str, Any]:
+def assumptions(
+    gpu: Gpu, imbalance: float, fused: bool, versions: Mapping[str, str]
+) -> dict[str, Any]:
     """Return the assumptions of the estimate."""
     return {
         "gpu": gpu.name,
@@ -187,6 +189,6 @@ def assumed(gpu: Gpu, imbalance: float, fused: bool, versions: Mapping[str, str]
     }
 
 
-def wrapped(text: str) -> str:
+def wrap_text(text: str) -> str:
     """Wrap the text to 100 columns."""
     return "\n".join(textwrap.wrap(text, WIDTH, break_on_hyphens=False))

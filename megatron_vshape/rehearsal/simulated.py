@@ -31,7 +31,9 @@ class StepTime(NamedTuple):
     how: str
 
 
-def step_of(reports: Sequence[Rank], command: Command, gpu: Gpu, gpu_distance: int) -> StepTime:
+def estimate_step(
+    reports: Sequence[Rank], command: Command, gpu: Gpu, gpu_distance: int
+) -> StepTime:
     """Estimate the seconds of a step: its schedule, simulated with the estimated passes.
 
     Args:

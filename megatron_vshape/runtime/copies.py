@@ -39,7 +39,7 @@ class Copies(NamedTuple):
         return Copies(num_bytes, *(factor * duration for duration in self[1:]))
 
 
-def priced(costs: Costs, stages: Sequence[Copies], source: str) -> Costs:
+def costs_with_copies(costs: Costs, stages: Sequence[Copies], source: str) -> Costs:
     """Add the copies of every stage to the costs, with their source."""
     # Most copies of a step run while another goes in the other direction.
     out_us = tuple(copies.out_beside_us for copies in stages)
@@ -70,7 +70,9 @@ def with_copies(costs: Costs, bytes_by_stage: Mapping[int, int], device: torch.d
         )
         for stage in range(costs.num_stages)
     ]
-    return priced(costs, median_copies, f"{MEASURED} on {dist.get_world_size()} ranks at once")
+    return costs_with_copies(
+        costs, median_copies, f"{MEASURED} on {dist.get_world_size()} ranks at once"
+    )
 
 
 def measure_copies(device: torch.device, num_bytes: int, rounds: int = 5) -> Copies:

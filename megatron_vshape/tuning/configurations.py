@@ -349,7 +349,7 @@ def _flags_of_recompute(setting: str) -> dict[str, Any]:
     return unset | {f"recompute_{name}": value for name, value in options.items()}
 
 
-def own_configuration(subject: Subject, num_devices: int) -> Configuration:
+def configuration_of_command(subject: Subject, num_devices: int) -> Configuration:
     """Return the command's configuration on these devices; its schedule is planned."""
     number = subject.command.number
     sizes: dict[str, Any] = {name: number(flag, 1) for name, flag in FLAGS.items()}

@@ -23,7 +23,7 @@ from megatron_vshape.tuning.configurations import (
     Layout,
     Subject,
     SweepError,
-    own_configuration,
+    configuration_of_command,
 )
 
 logger = logging.getLogger(__name__)
@@ -356,7 +356,7 @@ def _with_defaults(sweep: Sweep, subject: Subject, path: Path) -> Sweep:
         if not sweep.workloads:
             raise SweepError(f"{path}: workloads is missing: sequence_length, global_batch_size")
         return sweep
-    grid, config = sweep.grid, own_configuration(subject, 1)
+    grid, config = sweep.grid, configuration_of_command(subject, 1)
     sizes = {name: [getattr(config, name)] for name in FLAGS} | {"recompute": [GIVEN]}
     defaults = {name: value for name, value in sizes.items() if name not in grid.model_fields_set}
     workloads = sweep.workloads or [

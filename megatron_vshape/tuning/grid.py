@@ -49,7 +49,7 @@ class Expanded:
     dropped: tuple[Dropped, ...]
 
 
-def expand(loaded: Loaded, machine: Machine | None = None) -> Expanded:
+def expand_grid(loaded: Loaded, machine: Machine | None = None) -> Expanded:
     """Return every combination of the grid, with reasons for infeasible ones.
 
     `machine` replaces the cluster.

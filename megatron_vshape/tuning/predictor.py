@@ -20,7 +20,7 @@ from megatron_vshape.core.model.placement import Placement, default_placements, 
 from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
 from megatron_vshape.core.plan import plan_request, published_schedule
 from megatron_vshape.core.request import AUTO, PlanRequest, with_all_kinds
-from megatron_vshape.rehearsal.counting import Counted, Ranks, count_all, counted
+from megatron_vshape.rehearsal.counting import CountedCosts, Ranks, counted, reports_of_commands
 from megatron_vshape.rehearsal.gpus import Fit
 from megatron_vshape.rehearsal.ranks import DryRunConfig
 from megatron_vshape.tuning.configurations import (
@@ -50,7 +50,7 @@ class Counts:
     machine: Machine
     programs: Callable[[], DryRunConfig] | None = None  # None: the installed libraries
     ranks: dict[Key, Ranks | str] = field(default_factory=dict)  # by `key_of_count`
-    costs: dict[Key, Counted] = field(default_factory=dict)  # by that, GPUs and pipeline ranks
+    costs: dict[Key, CountedCosts] = field(default_factory=dict)  # by that, GPUs and pipeline ranks
 
     def count(
         self, configurations: Iterable[Configuration], report: Callable[[int, int], None]
@@ -74,11 +74,11 @@ class Counts:
         else:
             dry_run_config = self.programs()
         commands = [config.counted_command(subject) for config in missing.values()]
-        results = count_all(dry_run_config, commands, report)
+        results = reports_of_commands(dry_run_config, commands, report)
         self.ranks |= zip(missing, results, strict=True)
         return len(results), sum(isinstance(result, str) for result in results)
 
-    def __call__(self, config: Configuration) -> Counted:
+    def __call__(self, config: Configuration) -> CountedCosts:
         """Return the costs of a configuration.
 
         Raises:
@@ -175,7 +175,7 @@ class Predictor:
 
     subject: Subject
     machine: Machine
-    counts: Callable[[Configuration], Counted]
+    counts: Callable[[Configuration], CountedCosts]
     post_validation: bool = False
     headroom_bytes: float = 0.0  # kept free on every device
 

@@ -38,7 +38,7 @@ def test_a_cluster_file_sets_memory_rates_and_links(tmp_path: Path) -> None:
     assert (gpu.near_rate, gpu.far_rate) == (20e9, 12.5e9)
     assert rates_of(gpu).wide == 0.61
     assert rates_of(gpu).memory == rates_of(GPUS["a100"]).memory
-    assert Gpu.of_json(gpu.to_json()) == gpu  # as a job has it
+    assert Gpu.from_json(gpu.to_json()) == gpu  # as a job has it
 
 
 def test_an_unknown_gpu_keeps_its_name(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.tuning.configurations import SweepError
-from megatron_vshape.tuning.grid import expand
+from megatron_vshape.tuning.grid import expand_grid
 from megatron_vshape.tuning.results import Outcome, Result, Status, open_results
 
 SECONDS, ASLEEP, GIB = 20, 10, 2**30  # limits for one file; the machine may be busy
@@ -315,7 +315,7 @@ HOSTILE_DATABASES = {
 @pytest.mark.parametrize("what", HOSTILE_DATABASES)
 def test_results_files(what: str, tmp_path: Path, tally: Tally) -> None:
     tally("hostile results files")
-    config = expand(load_sample(tmp_path)).possible[0]
+    config = expand_grid(load_sample(tmp_path)).possible[0]
     path = tmp_path / "results.db"
     with open_results(path) as results:
         results.record("a", "test", Result(config, Outcome(Status.OK, 1.0), None, None, 1.0, None))

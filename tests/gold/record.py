@@ -38,7 +38,7 @@ from megatron_vshape.mcore.setup.choice import GIB, ScheduleChoice, resolve_sche
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.tuning.configurations import ADAPTIVE, Configuration
 from megatron_vshape.tuning.files import load_sweep
-from megatron_vshape.tuning.grid import expand
+from megatron_vshape.tuning.grid import expand_grid
 from megatron_vshape.tuning.predictor import Predictor
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tuning")]
@@ -316,7 +316,7 @@ class Recorder:
         grid |= {"vocab_parallel": [False, True]} if draw.random() < 0.7 else {}
         loaded = load_sweep(samples.write_sweep(folder, {"grid": grid}, model))
         predictor = predictor_of(loaded)
-        for number, config in enumerate(expand(loaded).possible):
+        for number, config in enumerate(expand_grid(loaded).possible):
             prediction = text_or_error(partial(self._prediction_text, predictor, config))
             self.record(f"sweep/{index}/{number}", f"{config}\n{prediction}")
 

@@ -14,7 +14,7 @@ from mcore.fake_streams import Streams, streams_without_a_gpu
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, Kind
-from megatron_vshape.mcore.features.offload.step import Waiting
+from megatron_vshape.mcore.features.offload.step import OffloadHook
 from megatron_vshape.runtime import offload
 from megatron_vshape.runtime.graph_memory import Segments
 from megatron_vshape.runtime.host_memory import Moment
@@ -62,7 +62,7 @@ def wrong_beside_shared_experts(rank: int, leaves_alone: bool) -> list[str]:
     expert_offload.keep(
         parameter for stage in chunks.stages for parameter in stage.model.parameters()
     )
-    chunks.stages[0].step.hooks.append(Waiting(chunks.state, expert_offload))
+    chunks.stages[0].step.hooks.append(OffloadHook(chunks.state, expert_offload))
     careless = patch.object(offload, "_memory_of_other_streams", Segments)
     with (
         streams_without_a_gpu(at_once=False) as streams,

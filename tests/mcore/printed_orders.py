@@ -34,7 +34,7 @@ def start(rank: int, given: object) -> None:
 
 
 def _tell_orders() -> None:
-    original = MicrobatchReorderer._decided
+    original = MicrobatchReorderer._decide_order
 
     @functools.wraps(original)
     def decided(places: MicrobatchReorderer, plan: Any, iterators: Any, count: int) -> Any:
@@ -42,7 +42,7 @@ def _tell_orders() -> None:
         print(f"order {decision[1]} of {count}", flush=True)
         return read, decision
 
-    MicrobatchReorderer._decided = decided  # type: ignore[method-assign]
+    MicrobatchReorderer._decide_order = decided  # type: ignore[method-assign]
 
 
 def _repeat_steps() -> None:

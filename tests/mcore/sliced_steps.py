@@ -73,9 +73,9 @@ def stale(storage: Any, part: TokenRange, local_tensors: Any) -> Any:
     """Leave keys and values of all but the last slice as they were: not written."""
     if part.end == part.total:
         return PUT(storage, part, local_tensors)
-    for tensor in storage.whole:
+    for tensor in storage.full_tensors:
         tensor.data[part.begin : part.end] = 0
-    return tuple(tensor.data[: part.end] for tensor in storage.whole)
+    return tuple(tensor.data[: part.end] for tensor in storage.full_tensors)
 
 
 def lost(storage: Any, part: TokenRange, gradients: Any) -> Any:
@@ -87,7 +87,7 @@ def lost(storage: Any, part: TokenRange, gradients: Any) -> Any:
 def early(storage: Any, part: TokenRange, gradients: Any) -> Any:
     """Free the state that earlier slices need with the B of the last."""
     result = ADD(storage, part, gradients)
-    for tensor in storage.whole:
+    for tensor in storage.full_tensors:
         tensor.data.fill_(7.0)
     return result
 
@@ -269,7 +269,9 @@ def left(model: list[nn.Module]) -> int:
     routers = [layer for chunk in model for layer in chunk.modules() if hasattr(layer, "routing")]
     for router in routers:
         cells_of_loss = (cell.cell_contents for cell in router._apply_aux_loss.__closure__ or ())
-        dicts += [cell.kept for cell in cells_of_loss if isinstance(cell, sliced_router._Router)]
+        dicts += [
+            cell.kept for cell in cells_of_loss if isinstance(cell, sliced_router._RouterLoss)
+        ]
     return sum(map(len, dicts))
 
 

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron_vshape.mcore.observe.profiling import comparison, format_costs
+from megatron_vshape.mcore.observe.profiling import format_comparison, format_costs
 from megatron_vshape.mcore.observe.report import Checked, PredictedStep, closing_table
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_training.py"
@@ -32,7 +32,7 @@ def test_predictions_are_found_in_the_log(bench: ModuleType) -> None:
     costs_text = f"{format_costs(v_half_step)} -> {format_costs(auto_step)}"
     log = f"W:x:measured costs: {costs_text}, from the next step on\n"
     assert bench.predicted_in(log) is None
-    log += f"W:x:{comparison(checked)}, in 4 steps\n"
+    log += f"W:x:{format_comparison(checked)}, in 4 steps\n"
     predicted = bench.predicted_in(log)
     assert predicted == (1500.0, 1400.0, 1440.0)
     row = bench.prediction_table({"auto": [bench.Turn(1.575, 2.0)]}, {"auto": predicted})

@@ -18,7 +18,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.pieces import pieces_from_costs
 from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
 from megatron_vshape.mcore.features.vocabulary import SharedEnds
-from megatron_vshape.mcore.layout.hybrid import cut
+from megatron_vshape.mcore.layout.hybrid import cut_pattern
 from megatron_vshape.mcore.layout.sizes import option_reader, sizes_of
 from megatron_vshape.mcore.layout.stage_map import split_layers
 from megatron_vshape.mcore.setup.choice import ScheduleChoice
@@ -120,8 +120,8 @@ def test_mamba_layers(farm: Farm) -> None:
 
 
 def test_a_pattern_is_cut_between_any_two_layers() -> None:
-    assert cut("M*-M", (0, 2, 2, 0)) == "|M*|-M|"
-    assert cut("M|*-M", (3, 1)) == "M*-|M"
+    assert cut_pattern("M*-M", (0, 2, 2, 0)) == "|M*|-M|"
+    assert cut_pattern("M|*-M", (3, 1)) == "M*-|M"
 
 
 def test_multi_token_prediction_comes_after_the_stages() -> None:
@@ -131,7 +131,7 @@ def test_multi_token_prediction_comes_after_the_stages() -> None:
         1,
         1,
     )
-    assert cut("M*-M/M*/M*", (0, 2, 2, 0)) == "|M*|-M|/M*/M*"
+    assert cut_pattern("M*-M/M*/M*", (0, 2, 2, 0)) == "|M*|-M|/M*/M*"
 
 
 TWINS = {  # by what they have: the depths of MTP, the layers of stages of the GPT, a shared head

@@ -18,12 +18,12 @@ from megatron_vshape.core.check.simulate import HOST_BLOCKS, peak_moved
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.mcore.features.offload import check_copies
+from megatron_vshape.mcore.features.offload import check_offloading
 from megatron_vshape.mcore.options import MEGATRONS_OWN, Options
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup.choice import GIB, resolve_schedule
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.runtime.copies import Copies, priced
+from megatron_vshape.runtime.copies import Copies, costs_with_copies
 
 Train = Callable[..., Ended]
 
@@ -216,7 +216,7 @@ def write_copy_costs(tmp_path: Path) -> Path:
     costs = Costs(times, times, times, 50.0, bytes_, bytes_, layers=(2,) * 4)
     copies = Copies(LARGE, 300.0, 300.0, 300.0, 300.0)
     file = tmp_path / "costs.json"
-    file.write_text(priced(costs, [copies] * 4, "assumed for a test").to_json())
+    file.write_text(costs_with_copies(costs, [copies] * 4, "assumed for a test").to_json())
     return file
 
 
@@ -293,7 +293,7 @@ def test_slices_are_offloaded_except_keys_and_values(
 
 def test_offloading_rejects_cuda_graphs() -> None:
     graphs = Namespace(cuda_graph_impl="transformer_engine")
-    check_copies(True, Namespace(), "plan.json")
-    check_copies(False, graphs, "plan.json")
+    check_offloading(True, Namespace(), "plan.json")
+    check_offloading(False, graphs, "plan.json")
     with pytest.raises(UnsupportedError, match="offloads activations, which CUDA graphs do not"):
-        check_copies(True, graphs, "plan.json")
+        check_offloading(True, graphs, "plan.json")

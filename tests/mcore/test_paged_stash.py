@@ -15,7 +15,7 @@ from mcore.test_composition import EXPERTS
 from mcore.test_graphs import assert_same_numbers, rows_of
 
 from megatron_vshape.core.model.placement import v_shape
-from megatron_vshape.mcore.features.offload import check_copies
+from megatron_vshape.mcore.features.offload import check_offloading
 from megatron_vshape.mcore.refusals import UnsupportedError, check_arguments
 
 PLUGIN = Path(__file__).with_name("stash_on_cpu.py")
@@ -78,4 +78,4 @@ def test_unsupported_options_with_the_stash_are_rejected() -> None:
     with pytest.raises(UnsupportedError, match="v-half with --moe-paged-stash does not work with"):
         check_arguments(args, "v-half", v_shape(2))
     with pytest.raises(UnsupportedError, match="which --moe-paged-stash stores itself"):
-        check_copies(copies=True, model=args, schedule="v-half")
+        check_offloading(moves_memory=True, model=args, schedule="v-half")

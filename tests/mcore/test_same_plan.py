@@ -16,7 +16,7 @@ from megatron_vshape.mcore.observe.profiling import Profiler
 from megatron_vshape.mcore.observe.report import (
     RunReport,
     StaticMemory,
-    most_of_replicas,
+    max_of_replicas,
     static_memory,
 )
 from megatron_vshape.mcore.options import Options
@@ -101,7 +101,7 @@ def test_different_wgrad_overlaps_fail_on_all_ranks() -> None:
 def memory_of_replicas(rank: int) -> list[StaticMemory]:
     group = SimpleNamespace(rank=lambda: rank // 2, size=lambda: 2)
     memory = StaticMemory(10, 10, 100 if rank == 2 else rank, 0, 0)
-    return most_of_replicas(memory, group, lambda static_memory: static_memory.total)  # type: ignore[arg-type]
+    return max_of_replicas(memory, group, lambda static_memory: static_memory.total)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -160,9 +160,9 @@ def test_workspace_of_passes_is_reserved(monkeypatch: pytest.MonkeyPatch) -> Non
     pipeline: Any = SimpleNamespace(planner=planner, options=Options("auto", 1.0))
     module = "megatron_vshape.mcore.observe.profiling"
     monkeypatch.setattr(
-        f"{module}.most_of_replicas",
+        f"{module}.max_of_replicas",
         lambda local_bytes, group, size: [local_bytes, 2 * local_bytes],
     )
     monkeypatch.setattr(f"{module}.dist.get_rank", lambda: 0)
-    Profiler(pipeline, report)._keep_free(None)  # type: ignore[arg-type]
+    Profiler(pipeline, report)._reserve_within_passes(None)  # type: ignore[arg-type]
     assert planner.static_bytes == (4010, 8020)

@@ -530,6 +530,6 @@ def test_recomputed_load_balancing_loss_is_rejected() -> None:
         is_aux_loss_enabled=lambda: True,
     )
     with pytest.raises(UnsupportedError, match="a load-balancing loss and --recompute"):
-        sliced_router._check(router)
+        sliced_router._check_router(router)
     router.is_aux_loss_enabled = lambda: False
-    sliced_router._check(router)
+    sliced_router._check_router(router)

@@ -114,9 +114,9 @@ def test_pass_order_is_final_after_the_trial(
         profiler.begin_step(torch.device("cpu"))
         if profiler.order_is_last:
             orders.append(getattr(planner, "runs", plan))
-        profiler._go_on(plan.schedule)
+        profiler._end_trial_step(plan.schedule)
         if step == 4:
-            profiler._try_named(plan.schedule)
+            profiler._start_trial(plan.schedule)
     assert orders == [plan] * (3 if schedule_name else 3 + len(RUNS))
 
 

@@ -92,7 +92,7 @@ def test_cached_blocks_return_only_if_memory_is_needed() -> None:
     allocator = Allocator(FIXED, memory_bytes=100 * MIB)
     allocator.free(allocator.allocate(60 * MIB))
     allocator.allocate(80 * MIB)
-    assert (allocator.reserved, allocator.most_reserved) == (80 * MIB, 80 * MIB)
+    assert (allocator.reserved, allocator.peak_reserved) == (80 * MIB, 80 * MIB)
     with pytest.raises(OutOfMemoryError, match="83886080 bytes are reserved"):
         allocator.allocate(30 * MIB)
 

@@ -12,7 +12,7 @@ from megatron_vshape.mcore.layout.sizes import layers_with_experts
 from megatron_vshape.rehearsal.counted import counted_costs
 from megatron_vshape.rehearsal.counting import (
     PIPELINE,
-    Counted,
+    CountedCosts,
     Parameters,
     counted,
     counted_ranks,
@@ -52,7 +52,7 @@ def test_a_stage_of_a_pattern_has_all_its_symbols() -> None:
     assert not few.has("--num-layers")
     nothing = Piece(0.0, 0.0, 0.0, 0.0, 0.0)
     layer = Piece(*(8.0,) * 5)
-    layer_costs = Counted(Pieces(layer, nothing, nothing, 0.0), 0.0, 0.0, Rates(), 8.0, 0.0)
+    layer_costs = CountedCosts(Pieces(layer, nothing, nothing, 0.0), 0.0, 0.0, Rates(), 8.0, 0.0)
     costs = with_layer_kinds(layer_costs, command, 4)
     stage = costs.pieces.costs((1, 1, 1, 1, 1, 1, 1, 1)).forward_us
     mamba, attention, mlp = stage[0], stage[3], stage[6]
@@ -94,7 +94,7 @@ def test_dense_layers_of_a_model_with_experts_are_counted_too() -> None:
     layer, nothing = Piece(*(8.0,) * 5, state_bytes=8.0), Piece(0.0, 0.0, 0.0, 0.0, 0.0)
     pieces = Pieces(layer, nothing, nothing, 0.0)
     one = Piece(4.0, 4.0, 4.0, 24.0, 8.0, state_bytes=16.0, backward_work_bytes=7.0)
-    layer_costs = Counted(pieces, 0.0, 0.0, Rates(), 8.0, 0.0, dense=one)
+    layer_costs = CountedCosts(pieces, 0.0, 0.0, Rates(), 8.0, 0.0, dense=one)
     costs = with_layer_kinds(layer_costs, command, 32).pieces.costs((3, 13))
     assert costs.forward_us == (3 * 4.0, 13 * 8.0)
     assert costs.held_after_forward_bytes == (3 * 24.0, 13 * 8.0)

@@ -12,7 +12,7 @@ from megatron_vshape.rehearsal.flags import (
     environment_of,
     flags_of,
     launched_gpus,
-    ranks_asked_for,
+    parse_ranks,
     read_command,
     sizes_of,
     without_files,
@@ -330,8 +330,8 @@ def test_neighbours_can_be_stages() -> None:
 
 
 def test_ranks_are_named() -> None:
-    assert ranks_asked_for("all", 4) == [0, 1, 2, 3]
-    assert ranks_asked_for("last,first,2", 4) == [0, 2, 3]
+    assert parse_ranks("all", 4) == [0, 1, 2, 3]
+    assert parse_ranks("last,first,2", 4) == [0, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -401,7 +401,7 @@ def test_a_tokenizer_of_unknown_size_is_rejected() -> None:
 
 def test_ranks_outside_the_pipeline_are_rejected() -> None:
     with pytest.raises(ScheduleError, match="--ranks 4: all, first, last or numbers from 0 to 3"):
-        ranks_asked_for("4", 4)
+        parse_ranks("4", 4)
 
 
 def test_parentheses_in_quotes_do_not_end_an_array(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from rehearsal.reports import pass_of, report_of
 
 from megatron_vshape.rehearsal.gpus import GIB
 from megatron_vshape.rehearsal.rank_report import GraphBytes, Holder, PeakMoment, RankReport
-from megatron_vshape.rehearsal.report import pass_in_words, when
+from megatron_vshape.rehearsal.report import describe_pass, format_peak
 from megatron_vshape.rehearsal.step_time import Scale
 from megatron_vshape.rehearsal.work import Work
 from megatron_vshape.rehearsal.worker import _error_text
@@ -67,7 +67,7 @@ def test_a_cached_report_keeps_costs() -> None:
     ],
 )
 def test_passes_without_a_stage_have_words(phase: str, words: str) -> None:
-    assert pass_in_words(phase) == words
+    assert describe_pass(phase) == words
 
 
 def test_an_assertion_without_a_text_is_reported_by_its_statement(tmp_path: Path) -> None:
@@ -91,4 +91,4 @@ def test_the_phase_of_the_peak_names_its_other_memory(phase: str, name: str) -> 
     """During the construction of the model, the parameters exist twice."""
     holders = [Holder("rest", "", "", 2 * GIB, 7), Holder("logits", "", "", GIB, 1)]
     report = report_of(stage=3, when=PeakMoment(phase, ""), holders=holders)
-    assert when(report).endswith(f"; {name} 2.0 GiB, logits 1.0 GiB")
+    assert format_peak(report).endswith(f"; {name} 2.0 GiB, logits 1.0 GiB")

@@ -35,7 +35,7 @@ def rank(stage: int, gib: float, first_gib: float | None = None) -> RankReport:
     ],
 )
 def test_verdict_names_the_largest_rank_and_the_margin(ranks, start, part):
-    text = report.verdict(ranks, H100, HEADROOM * H100.memory_bytes)
+    text = report.format_verdict(ranks, H100, HEADROOM * H100.memory_bytes)
     assert text.startswith(start)
     assert part in text
 
@@ -43,22 +43,22 @@ def test_verdict_names_the_largest_rank_and_the_margin(ranks, start, part):
 def test_verdict_names_the_rank_that_needs_the_most_memory():
     """It was said to have the largest peak: rank 1 has that, but fewer communicators."""
     ranks = [replace(rank(0, 90.0), communicators=40), rank(1, 90.5)]
-    text = report.verdict(ranks, H100, 0.0)
+    text = report.format_verdict(ranks, H100, 0.0)
     assert text.startswith("Does not fit: rank 0 needs the most memory: a peak of 90.0 ")
     tight = [replace(rank(0, 73.0), communicators=20), rank(1, 73.5)]
-    text = report.verdict(tight, H100, HEADROOM * H100.memory_bytes)
+    text = report.format_verdict(tight, H100, HEADROOM * H100.memory_bytes)
     assert text.startswith("May not fit: rank 0 needs the most memory: a peak of 73.0 ")
 
 
 def test_all_ranks_that_do_not_fit_are_named():
-    text = report.verdict([rank(0, 90.0), rank(1, 81.0), rank(2, 40.0)], H100, 0.0)
+    text = report.format_verdict([rank(0, 90.0), rank(1, 81.0), rank(2, 40.0)], H100, 0.0)
     assert "too large: ranks 0, 1." in text
 
 
 def test_the_allocator_has_to_return_cached_blocks():
     """Reserved memory without a limit is no reason why a rank does not fit."""
     fragmented = replace(rank(0, 70.0), reserved_bytes=78 * GIB)
-    text = report.verdict([fragmented], H100, HEADROOM * H100.memory_bytes)
+    text = report.format_verdict([fragmented], H100, HEADROOM * H100.memory_bytes)
     assert text.startswith("Fits: rank 0 reserves about 78.0 GiB (peak 70.0)")
     assert "1.2 GiB more than are free" in text
     assert "expandable_segments:True" in text

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_vshape.core.model.pieces import Piece, Pieces
-from megatron_vshape.rehearsal.counting import Counted
+from megatron_vshape.rehearsal.counting import CountedCosts
 from megatron_vshape.rehearsal.step_time import Rates
 from megatron_vshape.tuning import predictor
 from megatron_vshape.tuning.configurations import FULL, Configuration, Subject
@@ -15,7 +15,7 @@ from megatron_vshape.tuning.predictor import Predictor
 MIB = 2.0**20
 
 
-def counted(config: Configuration, vocabulary: int = 1024, mtp_layers: int = 0) -> Counted:
+def counted(config: Configuration, vocabulary: int = 1024, mtp_layers: int = 0) -> CountedCosts:
     """Return costs of the layers that are proportional to the number of tokens."""
     tokens = config.sequence_length * config.microbatch_size / config.context_parallel
     share = tokens / config.tensor_parallel / 64
@@ -49,7 +49,7 @@ def counted(config: Configuration, vocabulary: int = 1024, mtp_layers: int = 0) 
     pieces = Pieces(layer, first, last, 100.0, device_bytes=64 * MIB)
     if not config.vocab_parallel:
         pieces = pieces.predicting(mtp_layers)
-    return Counted(pieces, 1e-12, 0.0, Rates(), 1e9, 1e9)
+    return CountedCosts(pieces, 1e-12, 0.0, Rates(), 1e9, 1e9)
 
 
 def predictor_of(loaded: Loaded) -> Predictor:
@@ -69,7 +69,7 @@ class Fake:
         """Count nothing."""
         return 0, 0
 
-    def __call__(self, config: Configuration) -> Counted:
+    def __call__(self, config: Configuration) -> CountedCosts:
         """Return the invented costs of a configuration."""
         return counted(config, self.subject.vocabulary, self.subject.mtp_layers)
 

@@ -28,7 +28,7 @@ from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.request import BaselineSpec, PlanRequest, PlanResult
 from megatron_vshape.rehearsal import accuracy, report
-from megatron_vshape.rehearsal.counting import Counted, Parameters
+from megatron_vshape.rehearsal.counting import CountedCosts, Parameters
 from megatron_vshape.rehearsal.gpus import GIB, GPUS, HEADROOM
 from megatron_vshape.rehearsal.megatron_layers import is_even
 from megatron_vshape.rehearsal.saved_config import LAYOUT
@@ -41,11 +41,11 @@ from megatron_vshape.tuning.configurations import (
     NONE,
     Configuration,
     Subject,
+    configuration_of_command,
     faults,
     neighbors,
-    own_configuration,
 )
-from megatron_vshape.tuning.grid import expand
+from megatron_vshape.tuning.grid import expand_grid
 from megatron_vshape.tuning.machine import Machine
 from megatron_vshape.tuning.predictor import Prediction, Predictor, key_of_count, step_seconds
 
@@ -62,7 +62,7 @@ def subject(words: str, *flags: str) -> Subject:
 
 def test_every_size_is_a_candidate_unless_it_is_kept() -> None:
     model = subject(EXPERTS)
-    command_config = own_configuration(model, 32)
+    command_config = configuration_of_command(model, 32)
     configs = list(neighbors(command_config, model, 32, []))
     fitting = [config for config in configs if not list(faults(config, model, 32, 8))]
     assert {config.expert_parallel for config in fitting} == {2, 4, 8}
@@ -94,7 +94,9 @@ def test_every_size_is_a_candidate_unless_it_is_kept() -> None:
         )
         assert config.recompute == GIVEN
     assert (
-        own_configuration(subject("pretrain_gpt.py", *command_config.command(model).flags), 32)
+        configuration_of_command(
+            subject("pretrain_gpt.py", *command_config.command(model).flags), 32
+        )
         == command_config
     )
 
@@ -102,7 +104,7 @@ def test_every_size_is_a_candidate_unless_it_is_kept() -> None:
 def test_flags_of_a_row_are_the_difference_of_two_commands() -> None:
     """This includes flags that follow from a size: sequence parallelism for TP > 1."""
     model = subject(EXPERTS.replace("tensor-model-parallel-size 2", "tensor-model-parallel-size 1"))
-    command_config = own_configuration(model, 32)
+    command_config = configuration_of_command(model, 32)
     (config,) = [
         config
         for config in neighbors(command_config, model, 32, ["pp", "ep", "cp", "microbatch"])
@@ -126,7 +128,7 @@ def test_today_has_sequence_parallelism_only_if_the_command_has() -> None:
     counted = advice.predictor.counts(advice.command_config)
     of_parallel = replace(counted, pieces=Pieces(parallel, NOTHING, NOTHING, 0.0))
 
-    def counts(config: Configuration) -> Counted:
+    def counts(config: Configuration) -> CountedCosts:
         is_parallel = config.counted_command(advice.predictor.subject).has("--sequence-parallel")
         return of_parallel if is_parallel else counted
 
@@ -145,7 +147,7 @@ def test_today_has_sequence_parallelism_only_if_the_command_has() -> None:
     assert "--sequence-parallel" in _flags(advice, flags, rows, stock)
     assert "--sequence-parallel" not in _flags(advice, flags, rows, today)
     with_flag = subject(words, "--sequence-parallel")
-    command_config = own_configuration(with_flag, 4)
+    command_config = configuration_of_command(with_flag, 4)
     assert list(neighbors(command_config, with_flag, 4, keep)) == []
     assert command_config.command(with_flag).has("--sequence-parallel")
 
@@ -157,10 +159,12 @@ def make_advice(model: Subject, pieces: Pieces, communicators: int = 0, **option
     """Return an advice for four H100 by these costs, with 18 bytes of state per parameter."""
     parts = (pieces.layer, pieces.first, pieces.last)
     parameters = Parameters(*(part.state_bytes / 18 for part in parts))
-    counted = Counted(pieces, 0.0, 0.0, Rates(), 1.0, 0.0, parameters, communicators=communicators)
+    counted = CountedCosts(
+        pieces, 0.0, 0.0, Rates(), 1.0, 0.0, parameters, communicators=communicators
+    )
     machine = Machine(GPUS["h100"], 4)
     predictor = Predictor(model, machine, lambda config: counted, **options)
-    command_config = own_configuration(model, 4)
+    command_config = configuration_of_command(model, 4)
     return Advice(predictor, command_config, accuracy.DENSE, 1.0)
 
 
@@ -470,7 +474,7 @@ def test_rehearse_and_advise_agree_whether_a_rank_fits(peak_gib: float, headroom
     rank_report = report_of(
         peak_bytes=peak, reserved_bytes=int(1.01 * peak), communicators=communicators
     )
-    verdict = report.verdict([rank_report], gpu, headroom * gpu.memory_bytes)
+    verdict = report.format_verdict([rank_report], gpu, headroom * gpu.memory_bytes)
     assert verdict.partition(":")[0].lower() == row.fit
     assert row.fits == (peak <= (76.8 if headroom == 0 else 73.6) * GIB)
 
@@ -527,7 +531,7 @@ def test_advise_reads_the_grid_of_an_old_sweep_file(
     assert main([*command, "--", "pretrain_gpt.py", *SMALL.split()]) == 0
     rows = json.loads(file.read_text())
     loaded = load_sample(tmp_path)
-    predictions = [predictor_of(loaded)(config) for config in expand(loaded).possible]
+    predictions = [predictor_of(loaded)(config) for config in expand_grid(loaded).possible]
     best = min(predictions, key=step_seconds)
     assert rows["best"]["schedule"] == best.configuration.schedule
     assert rows["best"]["step_s"] == best.step_s
@@ -606,7 +610,7 @@ def test_configurations_beyond_the_maximum_are_not_evaluated_and_listed(
     command = ["advise", "--gpus", "2xH100", "--keep", "tp,cp", "--seconds", "0.1", "--", *words]
     assert main(command) == 0
     model = Subject.of_command(words, "")
-    command_config = own_configuration(model, 2)
+    command_config = configuration_of_command(model, 2)
     neighbor_configs = [
         config
         for config in neighbors(command_config, model, 2, ["tp", "cp"])
@@ -632,7 +636,7 @@ def test_flags_name_a_schedule_only_if_training_has_the_name(
     name: str, is_best: bool, target: str
 ) -> None:
     subject = Subject.of_command(["pretrain_gpt.py", *SMALL.split()], "")
-    command_config = own_configuration(subject, 2)
+    command_config = configuration_of_command(subject, 2)
     row: Any = SimpleNamespace(
         configuration=replace(command_config, schedule=name),
         is_stock=False,

@@ -14,7 +14,7 @@ from tuning.samples import CLUSTER, ROOT, SWEEP, load_sample, write_sweep
 from megatron_vshape.cli import sweep, sweep_run
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import load_schedule
-from megatron_vshape.tuning.grid import expand
+from megatron_vshape.tuning.grid import expand_grid
 from megatron_vshape.tuning.predictor import Prediction, Verdict
 from megatron_vshape.tuning.report import rows_of, write_csv
 from megatron_vshape.tuning.results import open_results
@@ -241,7 +241,7 @@ def test_faults_are_reported_before_predicting(
 
 
 def test_unplanned_row_has_no_peak(tmp_path: Path) -> None:
-    (config,) = expand(load_sample(tmp_path, sweep={"grid": ONE_GRID})).possible
+    (config,) = expand_grid(load_sample(tmp_path, sweep={"grid": ONE_GRID})).possible
     not_planned = Prediction(config, Verdict.NOT_PLANNED, 0.0, reason="too slow")
     write_csv(
         rows_of([not_planned, Prediction(config, Verdict.RUNS, 2.0 * GIB)]), tmp_path / "all.csv"

@@ -11,7 +11,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import sources
 from megatron_vshape.tuning.configurations import SweepError
 from megatron_vshape.tuning.files import Loaded, load_sweep
-from megatron_vshape.tuning.grid import expand
+from megatron_vshape.tuning.grid import expand_grid
 from megatron_vshape.tuning.machine import Machine
 from megatron_vshape.tuning.predictor import Counts, key_of_count
 from megatron_vshape.tuning.trainer_flags import trainer_command
@@ -37,7 +37,7 @@ def swept(folder: Path, *words: str, **grid: Any) -> Loaded:
 
 def test_omitted_grid_keys_default_to_the_command(tmp_path: Path) -> None:
     loaded = swept(tmp_path, "pretrain_gpt.py", *EXPERTS)
-    (config,) = expand(loaded).possible
+    (config,) = expand_grid(loaded).possible
     assert (config.sequence_length, config.global_batch_size, config.microbatch_size) == (
         128,
         16,
@@ -60,7 +60,7 @@ def test_experts_stages_recompute_and_formats_are_in_the_grid(tmp_path: Path) ->
         "format": ["given", "mxfp8"],
     }
     loaded = swept(tmp_path, "pretrain_gpt.py", *EXPERTS, **grid)
-    expanded = expand(loaded)
+    expanded = expand_grid(loaded)
     names = {config.schedule for config in expanded.possible}
     assert names == {"1f1b", "interleaved-1f1b:2", "v-half"}
     assert {config.expert_parallel for config in expanded.possible} == {2}
@@ -82,7 +82,7 @@ def test_a_model_may_be_a_file_of_arguments(tmp_path: Path) -> None:
     (tmp_path / "flags.txt").write_text(" ".join(EXPERTS))
     loaded = load_sweep(write_sweep(tmp_path, sweep={"model": "flags.txt"}, cluster=EIGHT))
     assert (loaded.subject.name, loaded.subject.experts) == ("flags", 8)
-    assert {config.data_parallel for config in expand(loaded).possible} == {2}
+    assert {config.data_parallel for config in expand_grid(loaded).possible} == {2}
 
 
 def test_a_model_file_is_translated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -96,7 +96,7 @@ def test_a_model_file_is_translated(tmp_path: Path, caplog: pytest.LogCaptureFix
     ]
     assert "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96" in line
     assert "--mtp-num-layers 1" in line
-    (config, *_) = expand(loaded).possible
+    (config, *_) = expand_grid(loaded).possible
     assert "--mock-data" in trainer_command(loaded, config)
 
 
@@ -116,4 +116,4 @@ def test_missing_dry_run_sources_are_one_error(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(sources.VARIABLE, raising=False)
     with pytest.raises(ScheduleError, match="dry run imports the Python of transformer-engine"):
-        counts.count(expand(loaded).possible, lambda *_: None)
+        counts.count(expand_grid(loaded).possible, lambda *_: None)

@@ -12,13 +12,13 @@ from tuning.samples import CLUSTER, ROOT, SWEEP, load_sample, write_sweep
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.tuning.configurations import SweepError
 from megatron_vshape.tuning.files import Cluster, ModelFile, Sweep, load, load_sweep
-from megatron_vshape.tuning.grid import expand
+from megatron_vshape.tuning.grid import expand_grid
 from megatron_vshape.tuning.machine import Machine
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "sweeps").glob("*.yaml")), ids=str)
 def test_shipped_sweeps_load_and_have_something_to_run(path: Path) -> None:
-    assert expand(load_sweep(path)).possible
+    assert expand_grid(load_sweep(path)).possible
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def run(**over: Any) -> dict[str, Any]:
 )
 def test_wrong_sweep(tmp_path: Path, over: dict[str, Any], text: str) -> None:
     with pytest.raises(ScheduleError, match=text):
-        expand(load_sample(tmp_path, sweep=over))
+        expand_grid(load_sample(tmp_path, sweep=over))
 
 
 def test_removed_keys_of_old_files_are_ignored_with_a_warning(

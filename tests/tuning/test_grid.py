@@ -9,21 +9,21 @@ from tuning.samples import MODEL, SWEEP, load_sample
 
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.tuning.configurations import Layout, SweepError, count_stages, layers_of_stages
-from megatron_vshape.tuning.grid import expand
+from megatron_vshape.tuning.grid import expand_grid
 from megatron_vshape.tuning.trainer_flags import trainer_command
 
 
 def reasons(folder: Path, **grid: Any) -> list[str]:
     return [
         rejection.reason
-        for rejection in expand(
+        for rejection in expand_grid(
             load_sample(folder, sweep={"grid": {**SWEEP["grid"], **grid}})
         ).dropped
     ]
 
 
 def test_all_of_a_small_grid(tmp_path: Path) -> None:
-    expanded = expand(load_sample(tmp_path))
+    expanded = expand_grid(load_sample(tmp_path))
     assert [str(config) for config in expanded.possible] == [
         "1f1b s64 gbs8 dp1 tp1 pp2 mbs1 even",
         "1f1b s64 gbs8 dp1 tp1 pp2 mbs2 even",
@@ -49,12 +49,14 @@ def test_impossible_has_a_reason(tmp_path: Path, grid: dict[str, Any], reason: s
 
 def test_nothing_possible(tmp_path: Path) -> None:
     with pytest.raises(SweepError, match="no combination of the grid can run: DP 1 x TP 1 x PP 8"):
-        expand(load_sample(tmp_path, sweep={"grid": {**SWEEP["grid"], "pipeline_parallel": [8]}}))
+        expand_grid(
+            load_sample(tmp_path, sweep={"grid": {**SWEEP["grid"], "pipeline_parallel": [8]}})
+        )
 
 
 def test_layers_add_up(tmp_path: Path) -> None:
     loaded = load_sample(tmp_path, model={"layers": 6}, sweep={"grid": BALANCED})
-    possible = expand(loaded).possible
+    possible = expand_grid(loaded).possible
     assert possible
     for config in possible:
         assert config.layout is Layout.BALANCED
@@ -70,7 +72,7 @@ def test_stages_of_a_schedule() -> None:
 def test_sweep_schedule_name_may_contain_the_number_of_chunks(tmp_path: Path) -> None:
     names = ["interleaved-1f1b:2", "interleaved-1f1b:4"]
     loaded = load_sample(tmp_path, sweep={"grid": {**SWEEP["grid"], "schedule": names}})
-    configs = {config.schedule: config for config in expand(loaded).possible}
+    configs = {config.schedule: config for config in expand_grid(loaded).possible}
     predictor = predictor_of(loaded)
     two, four = (predictor(configs[name]) for name in names)
     assert four.bubble < two.bubble
@@ -80,7 +82,7 @@ def test_sweep_schedule_name_may_contain_the_number_of_chunks(tmp_path: Path) ->
     with pytest.raises(
         SweepError, match="'v-half:4' is not a schedule: a number of chunks per rank"
     ):
-        expand(loaded)
+        expand_grid(loaded)
 
 
 BALANCED = {**SWEEP["grid"], "schedule": ["v-half"], "layout": ["balanced"]}
@@ -88,7 +90,7 @@ BALANCED = {**SWEEP["grid"], "schedule": ["v-half"], "layout": ["balanced"]}
 
 def test_additional_runs_keep_their_arguments(tmp_path: Path) -> None:
     also = [{"schedule": "v-min", "pipeline_parallel": 2, "layout": "even", "arguments": ["--x"]}]
-    configs = expand(load_sample(tmp_path, sweep={"also": also})).possible
+    configs = expand_grid(load_sample(tmp_path, sweep={"also": also})).possible
     assert str(configs[-1]) == "v-min s64 gbs8 dp1 tp1 pp2 mbs1 even --x"
 
 
@@ -101,7 +103,7 @@ def test_vocabulary_parallelism_uses_the_auto_layout(tmp_path: Path) -> None:
         "vocab_parallel": [True],
     }
     loaded = load_sample(tmp_path, model={"layers": 7}, sweep={"grid": over})
-    config = expand(loaded).possible[0]
+    config = expand_grid(loaded).possible[0]
     assert config.layout is Layout.AUTO
     assert layers_of_stages(config, loaded.subject, v_shape(2)) == (1, 2, 2, 2)
     words = trainer_command(loaded, config)
@@ -112,14 +114,14 @@ def test_vocabulary_parallelism_uses_the_auto_layout(tmp_path: Path) -> None:
 def test_vocabulary_parallelism_rejects_post_validation(tmp_path: Path) -> None:
     sweep = {"grid": {**SWEEP["grid"], "vocab_parallel": [True]}, "post_validation": True}
     with pytest.raises(SweepError, match="post_validation does not go with vocab_parallel yet"):
-        expand(load_sample(tmp_path, sweep=sweep))
+        expand_grid(load_sample(tmp_path, sweep=sweep))
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_trainer_command_has_multi_token_prediction(tmp_path: Path, shared: bool) -> None:
     grid = {**SWEEP["grid"], "vocab_parallel": [shared]}
     loaded = load_sample(tmp_path, model={"mtp_layers": 2}, sweep={"grid": grid})
-    words = trainer_command(loaded, expand(loaded).possible[0])
+    words = trainer_command(loaded, expand_grid(loaded).possible[0])
     assert words[words.index("--mtp-num-layers") + 1] == "2"
     assert ("--pipeline-vocab-parallel" in words) == shared
 
@@ -128,10 +130,10 @@ def test_default_layout_is_auto_if_layers_do_not_divide(tmp_path: Path) -> None:
     """80 layers, as Llama 70B has, and the two ends divide among 2 stages, but not among 4."""
     grid = {name: value for name, value in SWEEP["grid"].items() if name != "layout"}
     model = {**MODEL, "layers": 80}
-    expanded = expand(load_sample(tmp_path, model=model, sweep={"grid": grid}))
+    expanded = expand_grid(load_sample(tmp_path, model=model, sweep={"grid": grid}))
     layouts = {(config.schedule, config.layout) for config in expanded.possible}
     assert layouts == {("1f1b", Layout.BALANCED), ("v-half", Layout.AUTO)}
     balanced = {**grid, "layout": ["balanced"]}
-    expanded = expand(load_sample(tmp_path, model=model, sweep={"grid": balanced}))
+    expanded = expand_grid(load_sample(tmp_path, model=model, sweep={"grid": balanced}))
     assert {config.schedule for config in expanded.possible} == {"1f1b"}
     assert expanded.dropped[0].reason == "80 layers and both ends do not divide among 4 stages"

@@ -19,7 +19,7 @@ from megatron_vshape.tuning import launcher as launching
 from megatron_vshape.tuning import predictor as predicting
 from megatron_vshape.tuning.configurations import SweepError
 from megatron_vshape.tuning.files import Cluster, RunPart
-from megatron_vshape.tuning.grid import expand
+from megatron_vshape.tuning.grid import expand_grid
 from megatron_vshape.tuning.launcher import Launcher
 from megatron_vshape.tuning.predictor import Prediction
 from megatron_vshape.tuning.results import Outcome, Result, Results, Status, open_results
@@ -40,7 +40,7 @@ def launcher_of(
     """Return a launcher of the sweep, and the predictions of its runs."""
     loaded = load_sample(folder, sweep=sweep)
     predictor = predictor_of(loaded)
-    chosen = [predictor(config) for config in expand(loaded).possible]
+    chosen = [predictor(config) for config in expand_grid(loaded).possible]
     return Launcher(loaded, predictor, results, folder / "runs", report), chosen
 
 

@@ -17,7 +17,7 @@ from megatron_vshape.core.planner.vocabulary import is_shared
 from megatron_vshape.tuning import predictor as predicting
 from megatron_vshape.tuning.configurations import FULL, Layout, SweepError
 from megatron_vshape.tuning.files import load_sweep
-from megatron_vshape.tuning.grid import expand
+from megatron_vshape.tuning.grid import expand_grid
 from megatron_vshape.tuning.machine import Machine
 from megatron_vshape.tuning.predictor import key_of_count, plan_adaptive
 from megatron_vshape.tuning.trainer_flags import trainer_command
@@ -38,14 +38,14 @@ def test_flops_are_megatrons() -> None:
 
 def test_shapes_are_counted_whatever_the_order_and_the_pipeline() -> None:
     """The paper's grid: three lengths, four sizes of TP, three of the microbatch."""
-    configs = expand(load_sweep(SWEEPS / "grid_98b_a100.yaml")).possible
+    configs = expand_grid(load_sweep(SWEEPS / "grid_98b_a100.yaml")).possible
     assert len({key_of_count(config) for config in configs}) <= 3 * 4 * 3 < len(configs) / 3
 
 
 def test_predictions_of_recompute_and_microbatch_size(tmp_path: Path) -> None:
     loaded = load_sample(tmp_path)
     predict = predictor_of(loaded)
-    one, two = expand(loaded).possible[:2]
+    one, two = expand_grid(loaded).possible[:2]
     recompute_config = replace(one, recompute=FULL)
     assert predict(one).bubble < predict(two).bubble  # type: ignore[operator]
     assert predict(recompute_config).step_s > predict(one).step_s  # type: ignore[operator]
@@ -53,7 +53,7 @@ def test_predictions_of_recompute_and_microbatch_size(tmp_path: Path) -> None:
 
 
 def test_an_adaptive_plan_is_on_its_placement(tmp_path: Path) -> None:
-    (config,) = expand(load_sample(tmp_path, sweep={"grid": ADAPTIVE_GRID})).possible
+    (config,) = expand_grid(load_sample(tmp_path, sweep={"grid": ADAPTIVE_GRID})).possible
     costs = Costs.uniform(2, 4, 1.0, 1.0, 1.0, 0.0)
     for placement in (v_shape(2), looping(2, 2)):
         schedule = plan_adaptive(config, placement, costs, [3.0, 3.0], Objective.MAKESPAN).schedule
@@ -61,7 +61,7 @@ def test_an_adaptive_plan_is_on_its_placement(tmp_path: Path) -> None:
 
 
 def test_infeasible_limit_is_reported_in_gib(tmp_path: Path) -> None:
-    (config,) = expand(load_sample(tmp_path, sweep={"grid": ADAPTIVE_GRID})).possible
+    (config,) = expand_grid(load_sample(tmp_path, sweep={"grid": ADAPTIVE_GRID})).possible
     costs = Costs(*((1.0,) * 4,) * 3, 0.0, (GIB,) * 4, (GIB,) * 4)
     with pytest.raises(SweepError, match="rank 0 is 1.5 GiB, and one .* ranks is 2 GiB"):
         plan_adaptive(config, v_shape(2), costs, [1.5 * GIB] * 2, Objective.MAKESPAN)
@@ -71,7 +71,7 @@ def test_adaptive_plan_uses_the_better_placement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = load_sample(tmp_path, sweep={"grid": ADAPTIVE_GRID})
-    (config,) = expand(loaded).possible
+    (config,) = expand_grid(loaded).possible
     best, times_s = predictor_of(loaded)(config), {}
     for placement in (v_shape(2), looping(2, 2)):
         monkeypatch.setattr(
@@ -92,7 +92,7 @@ def test_vocabulary_parallelism_is_predicted(tmp_path: Path) -> None:
     """Its passes are in the step, and no rank has all parameters of the vocabulary."""
     grid = {**SWEEP["grid"], "schedule": ["v-half"], "vocab_parallel": [False, True]}
     loaded = load_sample(tmp_path, sweep={"grid": grid}, model=HEAVY)
-    unshared, shared = expand(loaded).possible[:2]
+    unshared, shared = expand_grid(loaded).possible[:2]
     assert (unshared.vocab_parallel, shared.vocab_parallel) == (False, True)
     predictor = predictor_of(loaded)
     one, two = predictor(unshared), predictor(shared)
@@ -107,7 +107,7 @@ def test_vocabulary_parallelism_is_predicted(tmp_path: Path) -> None:
 def test_adaptive_plan_with_vocabulary_parallelism(tmp_path: Path) -> None:
     grid = {**ADAPTIVE_GRID, "vocab_parallel": [True]}
     loaded = load_sample(tmp_path, sweep={"grid": grid}, model=HEAVY)
-    (config,) = expand(loaded).possible
+    (config,) = expand_grid(loaded).possible
     prediction = predictor_of(loaded)(config)
     assert prediction.fits
     assert prediction.schedule is not None
@@ -120,7 +120,7 @@ def test_multi_token_prediction_is_predicted(tmp_path: Path) -> None:
     predictions = []
     for mtp_layers in (0, 1):
         loaded = load_sample(tmp_path, model={**HEAVY, "mtp_layers": mtp_layers})
-        even = replace(expand(loaded).possible[0], schedule="v-half")
+        even = replace(expand_grid(loaded).possible[0], schedule="v-half")
         predictor = predictor_of(loaded)
         times = [predictor(replace(even, layout=layout)) for layout in (Layout.EVEN, Layout.AUTO)]
         times.append(predictor(replace(even, layout=Layout.AUTO, vocab_parallel=True)))
@@ -160,7 +160,7 @@ def test_adaptive_plan_offloads_if_the_cluster_has_a_host_link(tmp_path: Path) -
         over = {"device": device} | ({"host_link": link} if link else {})
         sweep = {"grid": ADAPTIVE_GRID, "workloads": workloads}
         loaded = load_sample(tmp_path, sweep=sweep, cluster=over)
-        (config,) = expand(loaded).possible
+        (config,) = expand_grid(loaded).possible
         prediction = predictor_of(loaded)(config)
         assert prediction.schedule is not None
         assert prediction.step_s is not None

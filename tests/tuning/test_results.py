@@ -18,7 +18,7 @@ from tuning.samples import CLUSTER, ROOT, SWEEP, load_sample
 
 from megatron_vshape.tuning.configurations import Configuration, Layout, SweepError
 from megatron_vshape.tuning.files import load_sweep
-from megatron_vshape.tuning.grid import expand
+from megatron_vshape.tuning.grid import expand_grid
 from megatron_vshape.tuning.results import (
     Outcome,
     Result,
@@ -54,7 +54,7 @@ def test_results_come_back_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "results.db"
     expected, keys = [], []
     with open_results(path) as results:
-        for config, status in zip(expand(loaded).possible, Status, strict=False):
+        for config, status in zip(expand_grid(loaded).possible, Status, strict=False):
             outcome = Outcome(status, 1.5, 2e9, 0.25, "line one\nline two")
             expected.append(Result(config, outcome, 0.5, 1.25, 1e9, 0.125))
             keys.append(key_of(config, loaded))
@@ -66,7 +66,7 @@ def test_results_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 def test_a_failed_run_keeps_its_row_until_its_retry_has_ended(tmp_path: Path) -> None:
-    config = expand(load_sample(tmp_path)).possible[0]
+    config = expand_grid(load_sample(tmp_path)).possible[0]
     failed, ran = (
         Result(config, Outcome(status, log_tail=status), None, None, 1.0, None)
         for status in (Status.FAILED, Status.OK)
@@ -242,7 +242,7 @@ def test_no_write_ahead_log_which_network_file_systems_cannot_have(tmp_path: Pat
 def test_the_key_of_a_run_is_that_of_earlier_versions() -> None:
     """A sweep that an earlier version started is resumed, so the key must not change."""
     loaded = load_sweep(ROOT / "configs" / "sweeps" / "laptop.yaml")
-    assert key_of(expand(loaded).possible[0], loaded) == "9b4b21fe510a196d"
+    assert key_of(expand_grid(loaded).possible[0], loaded) == "9b4b21fe510a196d"
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_the_key_of_a_run_is_that_of_earlier_versions() -> None:
 )
 def test_changed_settings_change_the_key_of_a_run(tmp_path: Path, over: dict[str, Any]) -> None:
     one = load_sample(tmp_path)
-    config = expand(one).possible[0]
+    config = expand_grid(one).possible[0]
     changed = load_sample(tmp_path, **over)
     assert key_of(config, one) == key_of(config, one)
     assert key_of(config, one) != key_of(config, changed)

@@ -8,7 +8,7 @@ from tuning.samples import SWEEP, load_sample
 
 from megatron_vshape.tuning.configurations import Configuration
 from megatron_vshape.tuning.files import Loaded, Pruning
-from megatron_vshape.tuning.grid import expand
+from megatron_vshape.tuning.grid import expand_grid
 from megatron_vshape.tuning.predictor import Prediction, Verdict
 from megatron_vshape.tuning.ranking import prune_predictions
 from megatron_vshape.tuning.report import (
@@ -22,7 +22,7 @@ TWO_BATCHES = [{"sequence_length": 64, "global_batch_size": size} for size in (8
 
 
 def survey(loaded: Loaded, margin: float) -> dict[Configuration, Prediction]:
-    predictions = predictor_of(loaded).survey(expand(loaded).possible, margin)
+    predictions = predictor_of(loaded).survey(expand_grid(loaded).possible, margin)
     return {prediction.configuration: prediction for prediction in predictions}
 
 

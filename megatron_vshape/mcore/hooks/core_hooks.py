@@ -381,7 +381,7 @@ def select_pipeline_segment(
             *(hybrid.OPTION, main_pattern, len(pattern_layers), len(stage_map.layers)),
             ",".join(map(str, stage_map.layers)),
         )
-    segments = hybrid.cut(main_pattern, stage_map.layers).split(hybrid.BEGINS_STAGE)
+    segments = hybrid.cut_pattern(main_pattern, stage_map.layers).split(hybrid.BEGINS_STAGE)
     allocation: Any = inspect.getmodule(original)
     layers = allocation.validate_segment_layers(segments[stage])
     return layers, sum(map(len, segments[:stage]))

@@ -262,7 +262,7 @@ class Session:
         group = parallel_state.get_pipeline_model_parallel_group()
         # All data-parallel replicas need one plan, so the replica with the most static memory
         # decides.
-        everyones = report.most_of_replicas(
+        everyones = report.max_of_replicas(
             local_memory, group, lambda rank_memory: rank_memory.total
         )
         pipeline.planner.reserve([rank_memory.total for rank_memory in everyones], message_bytes)

@@ -46,7 +46,7 @@ def without_stages(pattern: str) -> str:
     return pattern.replace(BEGINS_STAGE, "")
 
 
-def cut(pattern: str, layers: Sequence[int]) -> str:
+def cut_pattern(pattern: str, layers: Sequence[int]) -> str:
     """Return the pattern with `|` between stages of so many layers.
 
     Raises:

@@ -30,7 +30,7 @@ from megatron_vshape.mcore.observe.report import (
     Checked,
     PredictedStep,
     RunReport,
-    most_of_replicas,
+    max_of_replicas,
     shares_processors,
     with_allocated,
 )
@@ -191,7 +191,7 @@ class Profiler:
         group: dist.ProcessGroup,
     ) -> None:
         """Store the times of a step; after the last one, compute costs or check the prediction."""
-        self._go_on(program.schedule)
+        self._end_trial_step(program.schedule)
         if timer is None:
             return
         self._rows.append((program, timer.slots()))
@@ -212,22 +212,22 @@ class Profiler:
                 costs = with_copies(costs, self.report.moved, message.device)
             self._costs = costs
             self._rest_us = _rest_us([rows for _, rows in gathered], timelines)
-            self._keep_free(group)
+            self._reserve_within_passes(group)
             self._prediction = self._predict(program, self._costs, self._rest_us)
         else:
             self._compare(self._prediction, timelines)
-            self._try_named(program.schedule)
+            self._start_trial(program.schedule)
         folder = self.pipeline.options.trace_folder
         if folder is not None and self._costs is not None and dist.get_rank() == 0:
             planned = simulate(timelines[-1].schedule, self._costs)
             _write_trace_files(Path(folder), planned, timelines[-1], self._costs)
 
-    def _keep_free(self, group: dist.ProcessGroup) -> None:
+    def _reserve_within_passes(self, group: dist.ProcessGroup) -> None:
         """Reserve memory for temporary allocations of passes within the memory limit."""
         planner, local_bytes = self.pipeline.planner, self.report.within_passes_bytes
         if planner.choice.limit_bytes is None:
             return
-        max_bytes = most_of_replicas(local_bytes, group, float)
+        max_bytes = max_of_replicas(local_bytes, group, float)
         planner.reserve([a + b for a, b in zip(planner.static_bytes, max_bytes, strict=True)])
         if any(max_bytes):
             gib = ", ".join(f"{num_bytes / GIB:.3f}" for num_bytes in max_bytes)
@@ -252,7 +252,7 @@ class Profiler:
         )
         return plan_prediction
 
-    def _try_named(self, schedule: Schedule) -> None:
+    def _start_trial(self, schedule: Schedule) -> None:
         """Start the trial of the plan against the best named schedule, once per run."""
         planner = self.pipeline.planner
         if self._is_tried or not self.pipeline.has_trial:
@@ -265,7 +265,7 @@ class Profiler:
             self._trial = Trial(planner, plan, self._named)
             self._log("comparing the plan with %s in the next steps", self._named.schedule.name)
 
-    def _go_on(self, schedule: Schedule) -> None:
+    def _end_trial_step(self, schedule: Schedule) -> None:
         """Count a step of the trial; after the last one, keep the winner and check it."""
         if self._trial is None or self._named is None or self._costs is None:
             return
@@ -306,7 +306,7 @@ class Profiler:
         bubble = median(timeline.bubble for timeline in timelines)
         checked = Checked(prediction, makespan_us, bubble, not shares_processors())
         self.report.compare(checked)
-        self._log("%s, in %d steps", comparison(checked), len(timelines))
+        self._log("%s, in %d steps", format_comparison(checked), len(timelines))
 
     @staticmethod
     def _log(text: str, *values: object) -> None:
@@ -394,7 +394,7 @@ def format_costs(prediction: PredictedStep) -> str:
     )
 
 
-def comparison(checked: Checked) -> str:
+def format_comparison(checked: Checked) -> str:
     """Format predicted and measured figures in one line."""
     predicted = checked.prediction
     return (

@@ -489,7 +489,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(part.numel() * part.element_size() for part in plain)
 
 
-def most_of_replicas(
+def max_of_replicas(
     local_memory: T, pipeline_group: dist.ProcessGroup, size: Callable[[T], float]
 ) -> list[T]:
     """Return the largest value among data-parallel replicas, per pipeline rank.

@@ -191,7 +191,7 @@ def _set_stages(args: Namespace, pipeline: Pipeline) -> None:
         # Also for one chunk: Megatron then uses the layer counts of the layout.
         args.num_virtual_stages_per_pipeline_rank = stage_map.num_chunks
     else:  # Megatron counts the layers and the chunks of a rank in this pattern
-        args.hybrid_layer_pattern = hybrid.cut(pattern, stage_map.layers)
+        args.hybrid_layer_pattern = hybrid.cut_pattern(pattern, stage_map.layers)
     if stage_map.num_chunks > 1:
         # Required by Megatron for chunks on two ranks; it does not affect our P2P messages.
         args.overlap_p2p_comm = True

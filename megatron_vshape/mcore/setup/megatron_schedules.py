@@ -151,7 +151,7 @@ def _split_megatrons_own_hybrid(args: Namespace, options: Options) -> None:
     args.num_virtual_stages_per_pipeline_rank = None  # the pattern defines the number
     if not hybrid.marks_stages(args):
         split = split_layers(args, looping(ranks, chunks), options.layer_split, options.costs())
-        args.hybrid_layer_pattern = hybrid.cut(pattern, split.layers)
+        args.hybrid_layer_pattern = hybrid.cut_pattern(pattern, split.layers)
         return
     pattern_option = f"{hybrid.FLAG} {pattern:.80}"
     if options.layer_split is not None:

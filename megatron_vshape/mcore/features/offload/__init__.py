@@ -41,7 +41,7 @@ class OffloadFeature(Feature):
         """Reject CUDA graphs and a paged stash of activations that may be offloaded."""
         choice = settings.choice
         may_copy = choice.moves_memory or (NAME in choice.enabled and choice.name == AUTO)
-        check_copies(may_copy, settings.model, choice.name)
+        check_offloading(may_copy, settings.model, choice.name)
 
     def check_stages(self, settings: Settings, stage_map: StageMap) -> None:
         """Reject features whose passes the plans cannot combine with copies."""
@@ -86,14 +86,14 @@ class OffloadFeature(Feature):
 FEATURE = OffloadFeature()
 
 
-def check_copies(copies: bool, model: Any, schedule: str) -> None:
+def check_offloading(moves_memory: bool, model: Any, schedule: str) -> None:
     """Raise UnsupportedError if offloaded activations belong to a CUDA graph or a stash."""
-    if copies and captures_graphs(model):
+    if moves_memory and captures_graphs(model):
         raise UnsupportedError(
             f"schedule {schedule} offloads activations, which CUDA graphs do not support: use a "
             "schedule without offloading, or remove --cuda-graph-impl"
         )
-    if copies and uses_stash(model):
+    if moves_memory and uses_stash(model):
         raise UnsupportedError(
             f"schedule {schedule} offloads activations, which --moe-paged-stash stores itself: "
             "use a schedule without offloading, or remove --moe-paged-stash"

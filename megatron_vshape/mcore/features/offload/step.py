@@ -17,7 +17,7 @@ from megatron_vshape.runtime.offload import Offload
 from megatron_vshape.runtime.program_runner import Handler
 
 
-class Waiting(StepHook):
+class OffloadHook(StepHook):
     """Offloads and reloads microbatches of one step in separate passes."""
 
     def __init__(self, state: StepState, offload: Offload) -> None:
@@ -65,7 +65,7 @@ class OffloadSteps(StepFeature):
             self._report.external_memory = self._offload = Offload(context.torch_device, *sizes)
         self._offload.keep(persistent(context.chunks))
         self._learns = offloads and not self._offload.has_learned(context.stages)
-        return Waiting(context.state, self._offload)
+        return OffloadHook(context.state, self._offload)
 
     def end(self, context: StepContext) -> None:
         """Measure memory again after a step that selected tensors to offload: it retains more."""

@@ -36,15 +36,17 @@ class KeysValues:
     """
 
     def __init__(self, slice_tensors: Sequence[Tensor], length: int) -> None:
-        self.whole = [tensor.new_empty(length, *tensor.shape[1:]) for tensor in slice_tensors]
+        self.full_tensors = [
+            tensor.new_empty(length, *tensor.shape[1:]) for tensor in slice_tensors
+        ]
         self.gradients: list[Tensor] = []  # sums of all slices but the last; set in the first B
 
     @property
     def sizes_bytes(self) -> tuple[int, int]:
         """Return the bytes of keys and values, and of their gradients over all slices."""
-        buffer_bytes = sum(buffer.nbytes for buffer in self.whole)
+        buffer_bytes = sum(buffer.nbytes for buffer in self.full_tensors)
         return buffer_bytes, sum(
-            buffer.numel() * _wide_dtype(buffer).itemsize for buffer in self.whole
+            buffer.numel() * _wide_dtype(buffer).itemsize for buffer in self.full_tensors
         )
 
     def put(self, part: TokenRange, slice_tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -53,9 +55,9 @@ class KeysValues:
         Writes go through `.data` and are invisible to autograd, since they do not change the ranges
         that earlier slices have saved.
         """
-        for buffer, slice_tensor in zip(self.whole, slice_tensors, strict=True):
+        for buffer, slice_tensor in zip(self.full_tensors, slice_tensors, strict=True):
             buffer.data[part.begin : part.end] = slice_tensor
-        return tuple(buffer.data[: part.end] for buffer in self.whole)
+        return tuple(buffer.data[: part.end] for buffer in self.full_tensors)
 
     def add(self, part: TokenRange, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Add the gradients up to the end of a slice; return the complete gradients of the slice.
@@ -141,7 +143,7 @@ def install(state: StepState, chunks: Sequence[nn.Module]) -> None:
 
 
 def _tensors_of(buffers: dict[int, KeysValues]) -> list[Tensor]:
-    return [tensor for buffer in buffers.values() for tensor in buffer.whole]
+    return [tensor for buffer in buffers.values() for tensor in buffer.full_tensors]
 
 
 def _check_attention(attention: nn.Module, core: nn.Module) -> None:

@@ -36,7 +36,7 @@ class _ExpertLoad:
         self.reported: Tensor | None = None  # the loss reported so far
 
 
-class _Router(NamedTuple):
+class _RouterLoss(NamedTuple):
     """Loads of a router by microbatch and loss."""
 
     kept: dict[int, dict[str, _ExpertLoad]]
@@ -51,7 +51,7 @@ class _MicrobatchLoss(torch.autograd.Function):
         ctx: Any,
         probabilities: Tensor,
         tokens: Tensor,
-        router: _Router,
+        router: _RouterLoss,
         state: StepState,
         weight: float,
         multiplier: int,
@@ -118,11 +118,11 @@ class _LossContext:
 
     def __init__(self) -> None:
         self.state: StepState | None = None
-        self.running: _Router | None = None
+        self.running: _RouterLoss | None = None
         self.per_token = False
 
     @contextmanager
-    def computing(self, router: _Router | None, per_token: bool) -> Iterator[None]:
+    def computing(self, router: _RouterLoss | None, per_token: bool) -> Iterator[None]:
         """Attribute losses to this router inside the context."""
         outer_context = self.running, self.per_token
         self.running, self.per_token = router, per_token
@@ -156,20 +156,20 @@ def install(state: StepState, chunks: Sequence[nn.Module]) -> None:
         routers.z_loss_func = partial(_z_loss, routers.z_loss_func)
     _LOSS_CONTEXT.state = state
     for router in moe_routers:
-        _check(router)
+        _check_router(router)
         loads: dict[int, dict[str, _ExpertLoad]] = {}
         state.kept.append(loads)
         for name in _LOSSES:
             setattr(
                 router,
                 name,
-                _with_loss_context(router, getattr(router, name), _Router(loads, name)),
+                _with_loss_context(router, getattr(router, name), _RouterLoss(loads, name)),
             )
         router.apply_z_loss = _with_loss_context(router, router.apply_z_loss, None)
 
 
 def _with_loss_context(
-    router: Any, inner: Callable[..., Any], router_loss: _Router | None
+    router: Any, inner: Callable[..., Any], router_loss: _RouterLoss | None
 ) -> Callable[..., Any]:
     per_token = bool(router.calculate_per_token_loss)
 
@@ -216,7 +216,7 @@ def _z_loss(inner: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
     return scaled_mean
 
 
-def _check(router: Any) -> None:
+def _check_router(router: Any) -> None:
     """Raise UnsupportedError if recompute computes a loss in backward, from one slice only."""
     config = router.config
     recomputes_router = config.recompute_granularity == "full" or (

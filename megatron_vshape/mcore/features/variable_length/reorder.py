@@ -187,11 +187,11 @@ class MicrobatchReorderer:
     ) -> tuple[list[Any], _OrderDecision]:
         """Decide; an error is also a result, because the other ranks wait for one."""
         try:
-            return self._decided(plan, iterators, count)
+            return self._decide_order(plan, iterators, count)
         except UnsupportedError as error:
             return list(iterators), _OrderDecision(True, fault=str(error))
 
-    def _decided(
+    def _decide_order(
         self, plan: PlannedStep, iterators: Sequence[Any], count: int
     ) -> tuple[list[Any], _OrderDecision]:
         """Return iterators that return the inspected microbatches again, and the decision."""
@@ -235,7 +235,7 @@ class MicrobatchReorderer:
             return None
         schedule = plan.schedule
         costs = plan.costs or Costs.uniform(schedule.num_devices, schedule.num_stages)
-        costs = self.unlike(costs, lengths)
+        costs = self.variable_length_costs(costs, lengths)
         if id(plan) not in self._graphs:  # the plan is stored too, so that its id stays unique
             self._graphs[id(plan)] = plan, make_pass_graph(schedule, costs_of(schedule, costs))
         # No device may exceed its memory peak in the given order.
@@ -252,7 +252,7 @@ class MicrobatchReorderer:
             )
         return self.last.order
 
-    def unlike(self, costs: Costs, lengths: Sequence[Sequence[int]]) -> Costs:
+    def variable_length_costs(self, costs: Costs, lengths: Sequence[Sequence[int]]) -> Costs:
         """Return costs with each microbatch's share, from the number and lengths of its sequences.
 
         GEMMs with weights scale with the tokens, attention with the squares of the lengths.
