@@ -190,8 +190,10 @@ else
     # and races threads has the processors to itself.
     alone=(tests/faults tests/gpu tests/runtime/test_{measure,p2p,races}.py)
     ends=(tests/mcore tests/core) between=()
+    elsewhere=(tests/bridge tests/clients) # with --bridge and --clients: libraries of their own
     for folder in tests/*/; do
-        [[ " ${alone[*]} ${ends[*]} " == *" ${folder%/} "* ]] || between+=("${folder%/}")
+        [[ " ${alone[*]} ${ends[*]} ${elsewhere[*]} " == *" ${folder%/} "* ]] ||
+            between+=("${folder%/}")
     done
     wait
     check 'pytest: side by side' python -m pytest -n "$((processors < 3 ? processors + 1 : 4))" \

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 
 if importlib.util.find_spec("megatron") is None or not importlib.util.find_spec("megatron.bridge"):
-    pytest.skip("needs Megatron-Bridge: bash scripts/test.sh --bridge", allow_module_level=True)
+    message = "Megatron-Bridge is not installed: bash scripts/test.sh --bridge"
+    pytest.skip(message, allow_module_level=True)
 
 import torch
 

@@ -65,7 +65,8 @@ def python_of(library: str) -> Path:
     if why.exists():
         pytest.skip(why.read_text().strip(), allow_module_level=True)
     if not python.exists():
-        pytest.skip(f"needs {library}: bash scripts/test.sh --nightly", allow_module_level=True)
+        message = f"{library} is not installed: bash scripts/test.sh --nightly"
+        pytest.skip(message, allow_module_level=True)
     return python
 
 

@@ -37,7 +37,7 @@ def folder_of(library: str) -> Path:
 def test_table_lists_every_caller(library: str) -> None:
     folder = folder_of(library)
     if not folder.is_dir():
-        pytest.skip(f"{library} is not here: bash scripts/test.sh --nightly, or name a checkout")
+        pytest.skip(f"{library} is not installed: bash scripts/test.sh --nightly, or a checkout")
     files = {
         str(file.relative_to(folder))
         for file in folder.rglob("*.py")
