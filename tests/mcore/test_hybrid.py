@@ -198,7 +198,7 @@ def test_costs_of_symbols() -> None:
     assert mlp.time / attention.time == pytest.approx(8 / 5)
     assert routed.time == pytest.approx(4 * mlp.time)
     assert mamba.time > 6 / 5 * attention.time
-    assert mlp.held / attention.held == pytest.approx(10 / 6)
+    assert mlp.memory / attention.memory == pytest.approx(10 / 6)
     assert routed.state == pytest.approx(8 * mlp.state)  # of all experts
 
 
