@@ -646,7 +646,7 @@ def train(trainer_options: dict[str, Any], register: Callable[[], None]) -> dict
                 shape,
                 collected,
                 reads_logits=trainer_options.get("reads_logits"),
-                seen=lengths_by_step[-1],
+                seen_lengths=lengths_by_step[-1],
                 smoothing=trainer_options.get("smoothing", 0.0),
             ),
             data_iterator=iterators(trainer_options, model, step + 10 * replica, count, lengths),
