@@ -44,7 +44,8 @@ def words(text: str) -> Iterator[Word]:
     """Parse names separated by white space, as in `name other>=0.20 third<0.18`."""
     for part in text.split():
         match = _WORD.fullmatch(part)
-        assert match is not None  # `.+?` matches any text
+        if match is None:
+            raise ValueError(f"{part!r} is no name of an argument with releases")
         since, until = match["since"], match["until"]
         yield Word(match["name"], (0, int(since or 0)), None if until is None else (0, int(until)))
 

@@ -101,7 +101,8 @@ def _stages_of_megatron(options: Any, ranks: int) -> list[list[str]] | None:
         first_given(options, FIRST),
         first_given(options, LAST),
     )
-    assert total is not None
+    if total is None:  # the layers of the checkpoint are unknown
+        return None
     if first is not None or last is not None:
         counts = of_ranks(total, ranks, first, last)
         return _with_ends([count // chunks for count in counts] * chunks, predicting)
