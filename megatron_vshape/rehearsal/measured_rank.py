@@ -32,7 +32,7 @@ SMALL_STEPS = "--lr 1e-9 --min-lr 0 --no-check-for-nan-in-loss-and-grad".split()
 """Random messages give random gradients: weights must stay finite."""
 
 
-class _StepsDone(BaseException):
+class _StepsMeasured(BaseException):
     """Ends the program after its last step; no handler of Megatron's catches it."""
 
 
@@ -71,7 +71,7 @@ class Watched:
         self.cuda.synchronize()
         self.held.append(self.cuda.memory_allocated())
         if len(self.step_s) == self.steps:
-            raise _StepsDone
+            raise _StepsMeasured
         if len(self.step_s) <= WARM_UP:
             self.passes.clear()
         self.peak = 0
@@ -264,7 +264,7 @@ def run_rank(job: Mapping[str, Any]) -> dict[str, Any]:
     sys.path.insert(0, str(Path(job["script"]).parent))
     try:
         runpy.run_path(job["script"], run_name="__main__")
-    except _StepsDone:
+    except _StepsMeasured:
         return watched.report()
     raise RuntimeError("the program ended before its last step")
 

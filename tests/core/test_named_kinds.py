@@ -14,6 +14,8 @@ from megatron_vshape.core.model.kinds import ALL_OR_NONE, Kind
 
 PACKAGE = Path(megatron_vshape.__file__).parent
 
+CORE = "megatron_vshape.core."
+
 HOMES = {
     "core/model/kinds.py",
     "core/planner/offloading.py",
@@ -42,8 +44,9 @@ def capability_names() -> set[str]:
 
 
 def imported_names(path: Path) -> Iterator[str]:
+    """Yield the imported names of the core; a Megatron layout also has a word for the loss."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(CORE):
             yield from (alias.name for alias in node.names)
 
 

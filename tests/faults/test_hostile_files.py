@@ -328,7 +328,7 @@ def test_results_files(what: str, tmp_path: Path, tally: Tally) -> None:
 
 def _read(path: Path) -> None:
     with open_results(path) as results:
-        results.ended()
+        results.finished_keys()
         results.read({"a"})
 
 

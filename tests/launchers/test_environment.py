@@ -269,16 +269,16 @@ class Process:
         self._patch.setattr(os, "environ", environ)
         self.environ = environ
         pipeline: Any = Namespace(choice=Namespace(name="v-half", kernels=kernels))
-        self.made = environment.Environment()
-        self.made.set_variables(arguments, pipeline)
+        self.settings = environment.Environment()
+        self.settings.set_variables(arguments, pipeline)
         return environ
 
     def again(self, arguments: Namespace, kernels: bool = True) -> None:
         """Do so for a run that is tried again in this process."""
         pipeline: Any = Namespace(choice=Namespace(name="v-half", kernels=kernels))
-        names = self.made.made
-        self.made.set_variables(arguments, pipeline)
-        assert self.made.made == names
+        names = self.settings.set_names
+        self.settings.set_variables(arguments, pipeline)
+        assert self.settings.set_names == names
 
 
 @pytest.fixture
@@ -347,7 +347,7 @@ def test_inference_engine_does_not_inherit_the_loading_mode(
     from megatron_vshape.mcore.hooks.session import Session
 
     environ = process.complete(options())
-    session: Any = Session(megatrons_own="interleaved-1f1b", environment=process.made)
+    session: Any = Session(megatrons_own="interleaved-1f1b", environment=process.settings)
     make = core_hooks.get_megatron_optimizer(session, lambda *_: "an optimizer")
     assert make() == "an optimizer"
     assert environ == {LOADING: "EAGER"}  # CUDA has not started
@@ -355,7 +355,7 @@ def test_inference_engine_does_not_inherit_the_loading_mode(
     assert make() == "an optimizer"
     assert environ == {}
     environ[LOADING] = "LAZY"  # of the user
-    session.environment.made = frozenset()
+    session.environment.set_names = frozenset()
     make()
     assert environ == {LOADING: "LAZY"}
 
