@@ -28,14 +28,12 @@ from megatron_vshape.cli.files import (
 from megatron_vshape.cli.help import MODEL, OUTPUT, SEARCH, group
 from megatron_vshape.cli.progress import report_progress
 from megatron_vshape.core.model.kinds import MOVING_NAME, ScheduleError
-from megatron_vshape.mcore.options import schedule_names
 from megatron_vshape.rehearsal import accuracy, report
-from megatron_vshape.rehearsal.flags import Command, sizes_of
+from megatron_vshape.rehearsal.flags import Command, flag_changes, sizes_of
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
-from megatron_vshape.rehearsal.megatron_layers import flags_of_layers, flags_text, is_even
+from megatron_vshape.rehearsal.megatron_layers import flags_text, is_even
 from megatron_vshape.tuning import fsdp
 from megatron_vshape.tuning.advice import (
-    FLAGS_OF_SCHEDULE,
     Advice,
     Rows,
     check_schedule_flags,
@@ -44,7 +42,6 @@ from megatron_vshape.tuning.configurations import (
     ADAPTIVE,
     GIVEN,
     NONE,
-    POST_VALIDATION,
     SIZES,
     Configuration,
     Subject,
@@ -55,12 +52,16 @@ from megatron_vshape.tuning.configurations import (
 )
 from megatron_vshape.tuning.machine import Machine
 from megatron_vshape.tuning.predictor import Counts, Prediction, Predictor, Verdict, step_seconds
+from megatron_vshape.tuning.row_command import find_start_faults, needs_file, row_command, script_of
 
 MOST_SHAPES = 16
 """Maximum number of configurations next to the command's to estimate."""
 
 _KEEP = ("recompute", *SIZES.values())
 PLANNED = "planned schedule"
+
+DEFAULT_EXPORT = "plan.json"
+"""Schedule file in the flags of a row, without --export."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,17 +108,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.json",
         help="Schedule file of the best configuration to write",
     )
+    group(parser, OUTPUT).add_argument(
+        "--write",
+        type=Path,
+        metavar="FILE.sh",
+        help="Script to write: the whole command of the recommendation, started by torchrun; a "
+        "plan is written next to it",
+    )
     add_program_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Estimate the configurations, print the comparison and the recommendation, and return 0."""
     _check(options)
+    if options.write is not None and options.export is None:
+        options.export = options.write.with_suffix(".json")
     keep = [name for name in options.keep.split(",") if name]
     for name in keep:
         if name not in _KEEP:
             raise ScheduleError(f"--keep {name!r:.40} is not one of {', '.join(_KEEP)}")
-    subject = Subject.of_command(options.command, "")
+    subject = Subject.of_command(options.command, "", options.vocabulary)
     check_schedule_flags(subject.command)
     fetch_missing(options, subject.command)
     if configuration_of_command(subject, 1).pipeline_parallel < 2:
@@ -128,6 +138,7 @@ def run(options: argparse.Namespace) -> int:
     advice = _advice(options, subject, keep)
     with report_progress(lambda us: f"{us * 1e-6:.1f} s"):
         rows = advice.rows()
+        rows = _rows_that_start(advice, options, rows)
     _print(advice, options, rows)
     _write(advice, options, rows)
     return 0
@@ -169,6 +180,24 @@ def _advice(options: argparse.Namespace, subject: Subject, keep: Sequence[str]) 
         except SweepError as error:
             left_out.append(f"{_sizes(config, subject)}: {error}")
     return advice
+
+
+def _rows_that_start(advice: Advice, options: argparse.Namespace, rows: Rows) -> Rows:
+    """Start the command of each row, and return the rows without those that do not start."""
+    subject, machine = advice.predictor.subject, advice.predictor.machine
+    config = dry_run_config(options, subject.command, machine.gpu)
+    shown = {key: row for key, row in _shown(advice, rows) if key != "today"}
+    faults = find_start_faults(shown, subject, machine.num_devices, config)
+    for key, fault in faults.items():
+        advice.left_out.append(f"{_title(shown[key], subject)}: does not start: {fault}")
+    rejected = [shown[key] for key in faults]
+    starting: Rows = {
+        key: None if any(row is fault for fault in rejected) else row for key, row in rows.items()
+    }
+    if starting["best"] is None:
+        others = [row for row in map(starting.get, ("stock", "same", "least")) if row is not None]
+        starting["best"] = min(others, key=step_seconds, default=None)
+    return starting
 
 
 def _grid(
@@ -222,7 +251,7 @@ def _check(options: argparse.Namespace) -> None:
             "configurations: remove --keep, or give the file one value for the setting"
         )
     check_installed("advise", "estimate", "torch")
-    check_targets(options, {"export": (".json",), "json": (".json",)})
+    check_targets(options, {"export": (".json",), "json": (".json",), "write": (".sh",)})
 
 
 def _case_of(command: Command, gpu: Gpu) -> str:
@@ -299,8 +328,8 @@ def _print(advice: Advice, options: argparse.Namespace, rows: Rows) -> None:
     print("\n".join(_table(advice, [(NAMES[key], row) for key, row in shown])))
     for key, row in shown:
         if key != "today":
-            words = ", ".join(_flags(advice, options, rows, row)) or "the flags of today"
-            print(report.wrap_text(f"Flags, {NAMES[key]}: {words}."))
+            text = _flags_sentence(advice, options, NAMES[key], row, row is rows["best"])
+            print(report.wrap_text(text))
     for text in (
         _largest_rank(today),
         *accuracy.sentences(advice.case, machine.gpu),
@@ -334,15 +363,27 @@ def _table(advice: Advice, shown: Sequence[tuple[str, Prediction]]) -> list[str]
     return rows
 
 
-def _verdict(advice: Advice, options: argparse.Namespace, rows: Rows) -> list[str]:
-    """Return the recommendation, and the comparison with the best of this package.
+def _recommended(advice: Advice, rows: Rows) -> Prediction | None:
+    """Return the recommended row: today's, if the gain of others is within the error.
 
-    Gains within the error of the estimate are no reason to change the configuration.
+    Of stock and this package it is stock, if the gain of this package is within the error.
     """
-    within, predictor = accuracy.threshold(advice.case), advice.predictor
     today, stock, best = rows["today"], rows["stock"], rows["best"]
     assert today is not None
-    if best is None:
+    clearly = 1 - accuracy.threshold(advice.case)
+    if best is None or (today.fits and step_seconds(best) >= clearly * step_seconds(today)):
+        return today if best is not None else None
+    is_better = stock is None or step_seconds(best) <= clearly * step_seconds(stock)
+    return best if is_better else stock
+
+
+def _verdict(advice: Advice, options: argparse.Namespace, rows: Rows) -> list[str]:
+    """Return the recommendation, and the comparison with the best of this package."""
+    within, predictor = accuracy.threshold(advice.case), advice.predictor
+    today, stock, best = rows["today"], rows["stock"], rows["best"]
+    recommended = _recommended(advice, rows)
+    assert today is not None
+    if best is None or recommended is None:
         limit_bytes = predictor.allocatable_bytes(advice.command_config)
         headroom = report.gib(predictor.headroom_bytes)
         outside = report.gib(
@@ -352,29 +393,24 @@ def _verdict(advice: Advice, options: argparse.Namespace, rows: Rows) -> list[st
             f"Recommendation: none. No evaluated configuration fits {report.gib(limit_bytes)} GiB "
             f"of a GPU: {headroom} GiB are kept free, and CUDA and NCCL need about {outside} GiB."
         ]
-    gain = 1 - step_seconds(best) / step_seconds(today)
-    if today.fits and gain <= within:
+    if recommended is today:
+        gain = 1 - step_seconds(best) / step_seconds(today)
         return [
             "Recommendation: keep the current configuration. The best one found is "
             f"{100 * gain:.1f}% faster, within the error of the estimate ({100 * within:.1f}%)."
         ]
-
-    def change(row: Prediction) -> str:
-        faster = 100 * (1 - step_seconds(row) / step_seconds(today))
-        how = f"{faster:.0f}% faster than today" if faster > 0 else "it fits"
-        how = how if _starts(today) else "it starts"
-        return f"{', '.join(_flags(advice, options, rows, row))}: {how}"
-
-    if stock is None or step_seconds(best) <= (1 - within) * step_seconds(stock):
-        beyond = ""
-        if stock is not None:
-            gain = 100 * (1 - step_seconds(best) / step_seconds(stock))
-            beyond = f", {gain:.0f}% faster than the best stock"
-        return [f"Recommendation: {change(best)}{beyond}."]
-    texts = [f"Recommendation (no package needed): {change(stock)}."]
+    faster = 100 * (1 - step_seconds(recommended) / step_seconds(today))
+    how = f"{faster:.0f}% faster than today" if faster > 0 else "it fits"
+    how = how if _starts(today) else "it starts"
+    changes = flag_changes(predictor.subject.command, _command(advice, options, recommended))
+    text = f"{', '.join(changes)}: {how}"
+    gain = 0.0 if stock is None else 100 * (1 - step_seconds(best) / step_seconds(stock))
+    if recommended is best and not (best.is_stock and recommended is stock):
+        beyond = f", {gain:.0f}% faster than the best stock" if stock is not None else ""
+        return [f"Recommendation: {text}{beyond}."]
+    texts = [f"Recommendation (no package needed): {text}."]
     if best.is_stock:
         return [*texts, "No schedule of this package is faster."]
-    gain = 100 * (1 - step_seconds(best) / step_seconds(stock))
     return [
         *texts,
         f"This package: another {gain:.0f}% faster than the best stock ({_name(best)}), within "
@@ -413,57 +449,24 @@ def _full_step(share: float, rows: Rows) -> list[str]:
     ]
 
 
-def _flags(advice: Advice, options: argparse.Namespace, rows: Rows, row: Prediction) -> list[str]:
-    """Return the flags that make today's command run a row; each may be one to remove."""
-    subject, config = advice.predictor.subject, row.configuration
-    words = _changes(advice.command_config.command(subject), config.command(subject))
-    removals = [f"remove {flag}" for flag in FLAGS_OF_SCHEDULE if subject.command.has(flag)]
-    if config.schedule == fsdp.NAME:
-        return [*words, *removals, *fsdp.FLAGS]
-    if row.is_stock:
-        return words + removals + changes_megatron(row, subject.command)
-    # Training runs a schedule by name, but for plans and names with a number of chunks.
-    target, has_name = config.schedule, config.schedule in schedule_names()
-    # --export writes the best row, if it has a schedule; rows of a grid may have none.
-    if row is rows["best"] and row.schedule and (options.export or not has_name):
-        target = str(options.export or "plan.json (written by --export plan.json)")
-    elif not has_name:
-        keep = "--keep " + ",".join(_KEEP)
-        target = f"plan.json (written by advise {keep} --export plan.json with these sizes)"
-    if advice.predictor.post_validation:
-        words += POST_VALIDATION
-    split = ",".join(map(str, row.layers)) if len(set(row.layers)) > 1 else ""
-    flags = config.schedule_flags(target, split)
-    words += [text for text in removals if text.removeprefix("remove ") not in flags]
-    return words + [f"{flag} {value}".strip() for flag, value in flags.items()]
+def _command(advice: Advice, options: argparse.Namespace, row: Prediction) -> Command:
+    """Return the whole command that runs a row; a plan is read from the file of --export."""
+    predictor = advice.predictor
+    file = str(options.export or DEFAULT_EXPORT)
+    return row_command(row, predictor.subject, file, predictor.post_validation)
 
 
-def _changes(today: Command, target: Command) -> list[str]:
-    """Return the flags of another command that differ from today's, and those to remove."""
-    old, new = (_values(command.flags) for command in (today, target))
-    removed = [flag for flag in old if flag not in new]
-    if any(flag.startswith("--recompute-") for flag in removed):
-        removed = ["--recompute-*", *(flag for flag in removed if "recompute" not in flag)]
-    words = [f"remove {flag}" for flag in removed]
-    return words + [f"{flag} {new[flag]}".strip() for flag in new if old.get(flag) != new[flag]]
-
-
-def _values(flags: Sequence[str]) -> dict[str, str]:
-    """Return the values of flags by name, without the order of the flags."""
-    words_by_flag: dict[str, list[str]] = {}
-    flag = ""
-    for word in flags:
-        if word.startswith("--"):
-            flag, _, value = word.partition("=")
-            words_by_flag[flag] = [value] if value else []
-        else:
-            words_by_flag.setdefault(flag, []).append(word)
-    return {name: " ".join(values) for name, values in words_by_flag.items()}
-
-
-def changes_megatron(row: Prediction, command: Command) -> list[str]:
-    """Return the flags that make Megatron run the stages of a row."""
-    return flags_of_layers(row.layers, row.configuration.pipeline_parallel, command)
+def _flags_sentence(
+    advice: Advice, options: argparse.Namespace, name: str, row: Prediction, is_best: bool
+) -> str:
+    """Format the changes of today's command for a row, and how to write its schedule file."""
+    today = advice.predictor.subject.command
+    words = flag_changes(today, _command(advice, options, row)) or ["the flags of today"]
+    text = f"Flags, {name}: {', '.join(words)}."
+    if not needs_file(row) or (is_best and options.export):
+        return text
+    sizes = "" if is_best else f"--keep {','.join(_KEEP)} with these sizes and "
+    return f"{text} advise {sizes}--export {options.export or DEFAULT_EXPORT} writes the schedule."
 
 
 def _largest_rank(row: Prediction) -> str:
@@ -478,14 +481,25 @@ def _largest_rank(row: Prediction) -> str:
 
 def _write(advice: Advice, options: argparse.Namespace, rows: Rows) -> None:
     outputs: list[Output] = []
-    best = rows["best"]
+    best, today = rows["best"], advice.predictor.subject.command
+    recommended = _recommended(advice, rows)
+    if options.write is not None and recommended is not None:
+        machine = advice.predictor.machine
+        is_today = recommended is rows["today"]
+        command = today if is_today else _command(advice, options, recommended)
+        script = script_of(command, machine.num_devices, machine.gpu.node)
+        outputs.append(Output("--write", options.write, lambda file: file.write_text(script)))
+
+    def changes(row: Prediction) -> list[str]:
+        return flag_changes(today, _command(advice, options, row))
+
     if options.export is not None and best is not None and best.schedule is not None:
         schedule = replace(best.schedule, name="advised")
         outputs.append(schedule_output("--export", options.export, schedule))
     if options.json is not None:
         content = {
             key: _plain(row, advice.predictor.subject)
-            | {"flags": [] if key == "today" else _flags(advice, options, rows, row)}
+            | {"flags": [] if key == "today" else changes(row)}
             for key, row in rows.items()
             if row is not None
         }

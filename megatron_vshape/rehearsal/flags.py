@@ -434,6 +434,32 @@ def flags_of(values: Mapping[str, Any]) -> list[str]:
     return words
 
 
+def flag_changes(old: Command, new: Command) -> list[str]:
+    """Return the flags to remove and to add that make one command another, for a shell."""
+    old_words, new_words = (words_by_flag(command.flags) for command in (old, new))
+    removed = [flag for flag in old_words if flag not in new_words]
+    if sum(flag.startswith("--recompute-") for flag in removed) > 1:
+        removed = ["--recompute-*", *(flag for flag in removed if "recompute" not in flag)]
+    return [f"remove {flag}" for flag in removed] + [
+        shlex.join([flag, *words])
+        for flag, words in new_words.items()
+        if old_words.get(flag) != words
+    ]
+
+
+def words_by_flag(flags: Sequence[str]) -> dict[str, list[str]]:
+    """Return the words after each flag; the last occurrence of a flag applies."""
+    words: dict[str, list[str]] = {}
+    flag = ""
+    for word in flags:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            words[flag] = [value] if equals else []
+        else:
+            words.setdefault(flag, []).append(word)
+    return words
+
+
 def _words_of(value: Any) -> list[str]:
     if isinstance(value, list):
         return [str(word) for word in value]
@@ -499,7 +525,7 @@ def without_files(command: Command, vocabulary: int | None = None) -> list[str]:
         ScheduleError: The vocabulary size is unknown.
     """
     flags = [_absolute_path(word) for word in command.without(FILES.__contains__).flags]
-    size = vocabulary or command.number("--vocab-size", 0) or _vocabulary_size(command)
+    size = vocabulary or command.number("--vocab-size", 0) or count_tokens(command)
     flags += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(size)]
     flags += ["--num-workers", "0", "--log-interval", "1", "--eval-iters", "0"]
     if not command.has("--lr"):
@@ -515,16 +541,37 @@ def _absolute_path(word: str) -> str:
     return f"{flag}{equals}{Path(value).resolve()}" if os.path.isfile(value) else word
 
 
-def _vocabulary_size(command: Command) -> int:
-    if command.has("--padded-vocab-size"):
-        return command.number("--padded-vocab-size", 0)
+def count_tokens(command: Command) -> int:
+    """Return the number of tokens of a command's tokenizer.
+
+    The files of a Hugging Face tokenizer are read if they are in a local folder.
+
+    Raises:
+        ScheduleError: neither the command nor a file has the number.
+    """
     kind = command.value("--tokenizer-type", "GPT2BPETokenizer") or ""
-    if kind not in VOCABULARIES:
+    size = command.number("--padded-vocab-size", 0) or VOCABULARIES.get(kind, 0)
+    size = size or _tokens_in_folder(Path(command.value("--tokenizer-model") or ""))
+    if not size:
         raise ScheduleError(
-            f"--tokenizer-type {kind} does not say how many tokens there are, and its files are "
-            "not read here: add --vocabulary N before the --"
+            f"--tokenizer-type {kind} does not say how many tokens there are, and there is no "
+            "local folder with its files: add --vocabulary N before the --"
         )
-    return VOCABULARIES[kind]
+    return size
+
+
+def _tokens_in_folder(folder: Path) -> int:
+    """Return the tokens in a Hugging Face tokenizer's folder; 0 if there is none."""
+    try:
+        content = json.loads((folder / "tokenizer.json").read_text())
+        tokens = [*content["model"]["vocab"].values()]
+        return 1 + max(tokens + [token["id"] for token in content.get("added_tokens", [])])
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        pass  # some models have no such file, or a list of tokens in it
+    try:
+        return int(json.loads((folder / "config.json").read_text())["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 @dataclass(frozen=True, slots=True)

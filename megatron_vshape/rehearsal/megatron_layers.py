@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_vshape.core.model.layers import even_with_ends
 from megatron_vshape.core.request import is_megatrons_own, megatrons_name
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.given_layout import layers_in, layout_of, nearest
-from megatron_vshape.rehearsal.flags import SCHEDULE, Command
+from megatron_vshape.rehearsal.flags import SCHEDULE, Command, flag_changes
 from megatron_vshape.rehearsal.saved_config import LAYOUT
-
-ENDS = ("embedding", "loss")
 
 _FLAGS_OF_OUTER_RANKS = (
     "--decoder-first-pipeline-num-layers",
     "--decoder-last-pipeline-num-layers",
 )
 """Megatron's flags for the layers of the first and the last pipeline rank."""
+
+_FLAGS_OF_ENDS = (
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)
+"""Megatron's flags to count the embedding and the loss as one layer each."""
 
 
 class MegatronLayers(NamedTuple):
@@ -43,7 +48,7 @@ def layers_of_command(command: Command, num_layers: int, ranks: int) -> Megatron
         stages, _ = layers_in(layout)
     if stages:
         return MegatronLayers(megatrons_name(max(1, len(stages) // ranks)), tuple(stages))
-    ends = [command.has(f"--account-for-{end}-in-pipeline-split") for end in ENDS]
+    ends = [command.has(flag) for flag in _FLAGS_OF_ENDS]
     counted = num_layers + sum(ends)
     chunks = command.number("--num-virtual-stages-per-pipeline-rank", 1)
     stage_text = f" with {chunks} stages each" if chunks > 1 else ""
@@ -72,22 +77,20 @@ def _layers_of_ranks(command: Command, num_layers: int, ranks: int) -> list[int]
     return [first or layers_per_rank, *[layers_per_rank] * (ranks - 2), last or layers_per_rank]
 
 
-def flags_of_layers(layers: Sequence[int], ranks: int, command: Command) -> list[str]:
-    """Return the changes of a command with which Megatron runs stages of these layers."""
+def with_layers(command: Command, layers: Sequence[int], ranks: int) -> Command:
+    """Return the command with which Megatron runs stages of these layers."""
+    plain = command.without_chunks()
     if command.pattern:
-        return [f"{hybrid.FLAG} '{hybrid.cut_pattern(command.pattern, layers)}'"]
-    removed = [f"remove {flag}" for flag in _FLAGS_OF_OUTER_RANKS if command.has(flag)]
+        return plain.having(**{hybrid.OPTION: hybrid.cut_pattern(command.pattern, layers)})
+    plain = plain.without({*_FLAGS_OF_OUTER_RANKS, *_FLAGS_OF_ENDS}.__contains__)
     if not is_even(layers):
-        return [*removed, f"{LAYOUT} '{layout_of(layers, command.mtp_layers)}'"]
-    words = [*removed, *([f"remove {LAYOUT}"] if command.has(LAYOUT) else [])]
+        layout = layout_of(layers, command.mtp_layers)
+        return plain.having(pipeline_model_parallel_layout=layout)
     chunks = len(layers) // ranks
-    if chunks == 1:
-        words.append("no virtual stages (1F1B)")
-    else:
-        words.append(f"--num-virtual-stages-per-pipeline-rank {chunks}")
-    if len(set(layers)) > 1:
-        words += [f"--account-for-{end}-in-pipeline-split" for end in ENDS]
-    return words
+    if chunks > 1:
+        plain = plain.having(num_virtual_stages_per_pipeline_rank=chunks)
+    counts_ends = len(set(layers)) > 1
+    return replace(plain, flags=(*plain.flags, *(_FLAGS_OF_ENDS if counts_ends else ())))
 
 
 def is_even(layers: Sequence[int]) -> bool:
@@ -97,9 +100,8 @@ def is_even(layers: Sequence[int]) -> bool:
 
 def flags_text(layers: Sequence[int], ranks: int, command: Command) -> str:
     """Format layers per stage and the flags with which Megatron runs them."""
-    changes = flags_of_layers(layers, ranks, command)
-    flags = " and ".join(change for change in changes if "--" in change)
-    return f"{', '.join(map(str, layers))}: {flags}"
+    changes = flag_changes(command, with_layers(command, layers, ranks))
+    return f"{', '.join(map(str, layers))}: {' and '.join(changes)}"
 
 
 def fix_of_split(command: Command, ranks: int) -> str:

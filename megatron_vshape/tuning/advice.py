@@ -49,9 +49,6 @@ _MAX_PLANNED_CONFIGS = 3
 NEAR = 0.02
 """Minimum possible gain over the best known step for a strategy to be evaluated."""
 
-FLAGS_OF_SCHEDULE = SCHEDULE, LAYER_SPLIT, SHARDED_OUTPUT
-"""Flags of this package that determine the row of a command."""
-
 _VIRTUAL_STAGES = (
     "--num-virtual-stages-per-pipeline-rank",
     "--num-layers-per-virtual-pipeline-stage",

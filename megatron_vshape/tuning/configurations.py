@@ -17,7 +17,7 @@ from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner.vocabulary import estimate_logits_bytes, shared_pieces
 from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.mcore.layout.sizes import ModelSizes, sizes_of, widths_of
-from megatron_vshape.rehearsal.flags import SCHEDULE, VOCABULARIES, Command, read_command
+from megatron_vshape.rehearsal.flags import SCHEDULE, Command, count_tokens, read_command
 
 LAYER_SPLIT, SHARDED_OUTPUT = "--pipeline-layer-split", "--pipeline-vocab-parallel"
 
@@ -73,16 +73,17 @@ class Subject:
     command: Command
     identity: Any
     translated: bool = False  # from a model file, without data
+    tokens: int | None = None  # of the tokenizer, if the command does not contain their number
 
     @classmethod
-    def of_command(cls, words: Sequence[str], name: str) -> "Subject":
+    def of_command(cls, words: Sequence[str], name: str, tokens: int | None = None) -> "Subject":
         """Return the subject of a training command, or of a file with one.
 
         Raises:
             ScheduleError: there is no command, or the file has none.
         """
         command = read_command(words)
-        return cls(name, command, [command.script, *command.flags])
+        return cls(name, command, [command.script, *command.flags], tokens=tokens)
 
     @property
     def layers(self) -> int:
@@ -120,9 +121,8 @@ class Subject:
     def vocabulary(self) -> int:
         """Number of rows of the output layer, without Megatron's padding."""
         padded_size = self.command.number("--padded-vocab-size", 0)
-        tokenizer = self.command.value("--tokenizer-type", "GPT2BPETokenizer") or ""
-        size = self.command.number("--vocab-size", VOCABULARIES.get(tokenizer, 0) - 1) + 1
-        return padded_size or size
+        size = padded_size or self.command.number("--vocab-size", -1) + 1
+        return self.tokens or size or count_tokens(self.command)
 
     def widths(self, sequence: int) -> Widths:
         """Compute the sizes that determine the GEMMs of a layer and of the output layer."""
@@ -291,10 +291,12 @@ class Configuration:
         """Return the training command with this configuration's sizes, without a schedule."""
         megatron_command = subject.command.of_megatron().without_chunks()
         sizes: dict[str, Any] = {
-            flag.removeprefix("--"): getattr(self, name)
+            flag.removeprefix("--"): size
             for name, flag in FLAGS.items()
-            if name != "expert_parallel" or subject.experts
+            if (size := getattr(self, name)) != 1 or megatron_command.has(flag)
         }
+        if not megatron_command.has("--micro-batch-size"):  # the only one without a default
+            sizes["micro_batch_size"] = self.microbatch_size
         sizes["global_batch_size"] = self.global_batch_size
         if self.sequence_length != megatron_command.number("--seq-length", 0):
             names = ("seq_length", "max_position_embeddings")
@@ -319,8 +321,8 @@ FLAGS = {
 
 _SEQUENCE_PARALLEL = "--sequence-parallel"
 
-POST_VALIDATION = ("--optimizer-post-validation", "--rerun-mode disabled")
-"""Flags of runs with post-validation: Megatron's rerun check would synchronize all ranks."""
+POST_VALIDATION = {"optimizer_post_validation": True, "rerun_mode": "disabled"}
+"""Options of runs with post-validation: Megatron's rerun check would synchronize all ranks."""
 
 
 SIZES = {

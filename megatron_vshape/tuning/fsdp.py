@@ -29,7 +29,12 @@ PARAMETER_BYTES, GRADIENT_BYTES = 2, 4
 _SHARDED_BYTES = 18
 """Sharded bytes of a parameter: bfloat16 and float32 copies, a gradient, two Adam moments."""
 
-FLAGS = ("--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params")
+OPTIONS = {
+    "use_megatron_fsdp": True,
+    "data_parallel_sharding_strategy": "optim_grads_params",
+    "ckpt_format": "fsdp_dtensor",
+}
+"""Options with which Megatron shards parameters, gradients and optimizer states."""
 
 
 def best(predictor: Predictor, command_config: Configuration) -> Prediction | None:

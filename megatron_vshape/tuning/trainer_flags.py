@@ -4,6 +4,7 @@ from pathlib import Path
 
 from megatron_vshape.core.model.layers import AUTO_SPLIT
 from megatron_vshape.core.model.placement import looping
+from megatron_vshape.rehearsal.flags import flags_of
 from megatron_vshape.tuning.configurations import (
     POST_VALIDATION,
     Configuration,
@@ -38,7 +39,7 @@ def trainer_command(
     flags += ["--train-iters", str(run.warmup_steps + run.measured_steps)]
     flags += loaded.cluster.flags_of_plans if schedule_file is not None else []
     if loaded.sweep.post_validation:
-        flags += " ".join(POST_VALIDATION).split()
+        flags += flags_of(POST_VALIDATION)
     if subject.translated:
         flags += _TRAINING
     return [run.script, *flags, *run.arguments, *config.arguments]

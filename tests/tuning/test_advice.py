@@ -1,11 +1,9 @@
 """The configurations next to a command's, and the rows that compare them."""
 
 import json
-from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +12,8 @@ from tuning.counts import Fake, predictor_of
 from tuning.samples import load_sample, write_sweep
 
 from megatron_vshape.cli.advise import (
-    _changes,
-    _flags,
     _rejected,
     _sizes,
-    changes_megatron,
 )
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.budget import Budget
@@ -29,8 +24,10 @@ from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.request import BaselineSpec, PlanRequest, PlanResult
 from megatron_vshape.rehearsal import accuracy, report
 from megatron_vshape.rehearsal.counting import CountedCosts, Parameters
+from megatron_vshape.rehearsal.flags import flag_changes, read_command
 from megatron_vshape.rehearsal.gpus import GIB, GPUS, HEADROOM
 from megatron_vshape.rehearsal.megatron_layers import is_even
+from megatron_vshape.rehearsal.ranks import DryRunConfig
 from megatron_vshape.rehearsal.saved_config import LAYOUT
 from megatron_vshape.rehearsal.step_time import Rates
 from megatron_vshape.tuning.advice import Advice
@@ -47,7 +44,14 @@ from megatron_vshape.tuning.configurations import (
 )
 from megatron_vshape.tuning.grid import expand_grid
 from megatron_vshape.tuning.machine import Machine
-from megatron_vshape.tuning.predictor import Prediction, Predictor, key_of_count, step_seconds
+from megatron_vshape.tuning.predictor import (
+    Prediction,
+    Predictor,
+    Verdict,
+    key_of_count,
+    step_seconds,
+)
+from megatron_vshape.tuning.row_command import find_start_faults, row_command, script_of
 
 EXPERTS = """pretrain_gpt.py --num-layers 16 --num-attention-heads 8 --num-experts 8
     --micro-batch-size 2 --seq-length 512
@@ -58,6 +62,16 @@ EXPERTS = """pretrain_gpt.py --num-layers 16 --num-attention-heads 8 --num-exper
 
 def subject(words: str, *flags: str) -> Subject:
     return Subject.of_command([*words.split(), *flags], "")
+
+
+def changes(row: Prediction, model: Subject) -> list[str]:
+    return flag_changes(model.command, row_command(row, model, "plan.json"))
+
+
+@pytest.fixture(autouse=True)
+def no_start_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the start-up checks of `advise`, whose models here are numbers only."""
+    monkeypatch.setattr("megatron_vshape.cli.advise.find_start_faults", lambda *_: {})
 
 
 def test_every_size_is_a_candidate_unless_it_is_kept() -> None:
@@ -110,12 +124,13 @@ def test_flags_of_a_row_are_the_difference_of_two_commands() -> None:
         for config in neighbors(command_config, model, 32, ["pp", "ep", "cp", "microbatch"])
         if config.tensor_parallel == 2
     ]
-    assert _changes(command_config.command(model), config.command(model)) == [
-        "remove --recompute-*",
+    assert flag_changes(model.command, config.command(model)) == [
+        "remove --recompute-granularity",
+        "remove --num-layers-per-virtual-pipeline-stage",
         "--tensor-model-parallel-size 2",
         "--sequence-parallel",
     ]
-    assert _changes(command_config.command(model), command_config.command(model)) == []
+    assert flag_changes(model.command, model.command) == []
 
 
 def test_today_has_sequence_parallelism_only_if_the_command_has() -> None:
@@ -143,9 +158,8 @@ def test_today_has_sequence_parallelism_only_if_the_command_has() -> None:
     assert stock is not None
     assert (today.fits, stock.fits) == (False, True)
     assert _sizes(today.configuration, model) == "TP 2 without SP PP 2"
-    flags = Namespace(export=None)
-    assert "--sequence-parallel" in _flags(advice, flags, rows, stock)
-    assert "--sequence-parallel" not in _flags(advice, flags, rows, today)
+    assert row_command(stock, model, "").has("--sequence-parallel")
+    assert not row_command(today, model, "").has("--sequence-parallel")
     with_flag = subject(words, "--sequence-parallel")
     command_config = configuration_of_command(with_flag, 4)
     assert list(neighbors(command_config, with_flag, 4, keep)) == []
@@ -188,13 +202,18 @@ def test_stock_megatron_may_distribute_layers_by_their_work() -> None:
     assert step_seconds(uneven) < 0.8 * step_seconds(even)
     layout = "Et*10|(t*10|)*2t*6L"
     flag = "--pipeline-model-parallel-layout"
-    assert changes_megatron(uneven, model.command) == [f"{flag} '{layout}'"]
-    # Megatron rejects virtual stages that are given twice.
-    assert len(changes_megatron(rows["interleaved-1f1b:3", False], model.command)) == 1
-    assert changes_megatron(even, model.command) == ["no virtual stages (1F1B)"]
+    assert changes(uneven, model) == [f"{flag} '{layout}'"]
+    assert len(changes(rows["interleaved-1f1b:3", False], model)) == 1
+    assert changes(even, model) == []
     split_advice = make_advice(subject(LAYERS_36, flag, layout), pieces)
     assert step_seconds(split_advice.today()) == step_seconds(uneven)
-    assert changes_megatron(even, split_advice.predictor.subject.command)[0] == f"remove {flag}"
+    assert changes(even, split_advice.predictor.subject) == [f"remove {flag}"]
+    # Megatron rejects a second flag for virtual stages or for the layers of stages.
+    old_flags = "--num-layers-per-virtual-pipeline-stage 3 --decoder-first-pipeline-num-layers 9"
+    old = subject(LAYERS_36, *old_flags.split())
+    removals = [f"remove {name}" for name in old_flags.split()[::2]]
+    assert changes(uneven, old) == [*removals, f"{flag} '{layout}'"]
+    assert changes(even, old) == removals
     # Of 40 layers' activations that a first rank with ten layers needs, 38 are there.
     total = GPUS["h100"].memory_bytes
     headroom_bytes = total - 40.0 * GIB  # of which 2 are outside of torch's allocator
@@ -387,16 +406,14 @@ def test_a_stock_row_removes_the_flags_of_the_schedule() -> None:
     )
     assert stock is not None
     assert v_min is not None
-    words = _flags(advice, Namespace(export=None), {"best": None}, stock)
-    assert words[:3] == [
+    assert changes(stock, model) == [
         "remove --pipeline-schedule",
         "remove --pipeline-layer-split",
         "remove --pipeline-vocab-parallel",
     ]
-    assert _flags(advice, Namespace(export=None), {"best": None}, v_min) == [
+    assert changes(v_min, model) == [
         "remove --pipeline-vocab-parallel",
         "--pipeline-schedule v-min",
-        "--pipeline-layer-split 4,5,5,4,4,5,5,4",
     ]
 
 
@@ -624,32 +641,57 @@ def test_configurations_beyond_the_maximum_are_not_evaluated_and_listed(
 
 
 @pytest.mark.parametrize(
-    ("name", "is_best", "target"),
-    [
-        ("v-zb", True, "v-zb"),
-        ("v-zb", False, "v-zb"),
-        ("grouped-interleaved-1f1b:3", True, "plan.json (written by --export plan.json)"),
-        ("grouped-interleaved-1f1b:3", False, "plan.json (written by advise --keep "),
-    ],
+    ("name", "value"), [("v-zb", "v-zb"), ("grouped-interleaved-1f1b:3", "plan.json")]
 )
-def test_flags_name_a_schedule_only_if_training_has_the_name(
-    name: str, is_best: bool, target: str
-) -> None:
+def test_flags_name_a_schedule_only_if_training_has_the_name(name: str, value: str) -> None:
     subject = Subject.of_command(["pretrain_gpt.py", *SMALL.split()], "")
-    command_config = configuration_of_command(subject, 2)
-    row: Any = SimpleNamespace(
-        configuration=replace(command_config, schedule=name),
-        is_stock=False,
-        schedule=object(),
-        layers=(2, 2, 2, 2),
-    )
-    advice: Any = SimpleNamespace(
-        command_config=command_config,
-        predictor=SimpleNamespace(subject=subject, post_validation=False),
-    )
-    rows: Any = {"best": row if is_best else None}
-    words = _flags(advice, Namespace(export=None, grid=None), rows, row)
-    assert words[-1].startswith(f"--pipeline-schedule {target}")
+    config = replace(configuration_of_command(subject, 2), schedule=name)
+    row = Prediction(config, Verdict.RUNS, 0.0, layers=(2, 2, 2, 2))
+    assert row_command(row, subject, "plan.json").value("--pipeline-schedule") == value
+
+
+def test_rows_that_do_not_start_are_found() -> None:
+    """Megatron rejects two flags for virtual stages; a plan is checked with its schedule file."""
+    pytest.importorskip("megatron.core")
+    subject = Subject.of_command(["pretrain_gpt.py", *SMALL.split()], "")
+    config = configuration_of_command(subject, 2)
+    schedule = plan_request(PlanRequest("v-half", 2, config.num_microbatches)).schedule
+    layers = (2, 2, 2, 2)
+    rows = {
+        "stock": Prediction(
+            replace(config, schedule="1f1b"), Verdict.RUNS, 0.0, layers=(4, 4), is_stock=True
+        ),
+        "best": Prediction(config, Verdict.RUNS, 0.0, layers=layers, schedule=schedule),
+        "few": Prediction(config, Verdict.RUNS, 0.0, layers=(1, 2, 2, 2), schedule=schedule),
+    }
+    programs = DryRunConfig.of(subject.command, GPUS["h100"], None, None)
+    faults = find_start_faults(rows, subject, 2, programs)
+    assert set(faults) == {"few"}
+    assert "adds up to 7 layers and the model has 8" in faults["few"]
+
+
+def test_script_starts_the_recommended_command(tmp_path: Path) -> None:
+    subject = Subject.of_command(["A=1", "pretrain_gpt.py", "--data-path", "1 a b", "--bf16"], "")
+    command = replace(subject.command, environment={"NVTE_FLASH_ATTN": "0"})
+    path = tmp_path / "train.sh"
+    path.write_text(script_of(command, 16, 8))
+    again = read_command([str(path)])
+    assert (again.flags, again.script) == (command.flags, "pretrain_gpt.py")
+    assert again.environment["NVTE_FLASH_ATTN"] == "0"
+    assert again.launched == {"--nnodes": "2", "--nproc-per-node": "8"}
+
+
+def test_vocabulary_of_the_option_determines_the_work_of_the_output_layer(tmp_path: Path) -> None:
+    words = "pretrain_gpt.py --num-layers 2 --hidden-size 8 --num-attention-heads 2".split()
+    words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
+    assert Subject.of_command(words, "", 1000).vocabulary == 1000
+    with pytest.raises(ScheduleError, match="add --vocabulary N"):
+        _ = Subject.of_command(words, "").vocabulary
+    (tmp_path / "config.json").write_text('{"vocab_size": 2000}')
+    assert Subject.of_command(words, "").vocabulary == 2000
+    tokenizer = {"model": {"vocab": {"a": 0, "b": 7}}, "added_tokens": [{"id": 9}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert Subject.of_command(words, "").vocabulary == 10
 
 
 def test_grid_lists_configurations_that_are_not_evaluated(

@@ -1,0 +1,102 @@
+"""The whole training command of a row of `advise`, and whether it starts."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_vshape.mcore.options import schedule_names
+from megatron_vshape.rehearsal.flags import Command, sizes_of, words_by_flag
+from megatron_vshape.rehearsal.megatron_layers import with_layers
+from megatron_vshape.rehearsal.rank_report import FailedRank
+from megatron_vshape.rehearsal.ranks import DryRunConfig, check_all
+from megatron_vshape.tuning import fsdp
+from megatron_vshape.tuning.configurations import POST_VALIDATION, Subject
+from megatron_vshape.tuning.predictor import Prediction
+
+
+def needs_file(row: Prediction) -> bool:
+    """Return whether training runs the row's schedule from a file: a plan, or one of k chunks."""
+    name = row.configuration.schedule
+    return not row.is_stock and name != fsdp.NAME and name not in schedule_names()
+
+
+def row_command(
+    row: Prediction, subject: Subject, file: str, post_validation: bool = False
+) -> Command:
+    """Return the whole command that runs a row.
+
+    Args:
+        row: the prediction.
+        subject: the model with today's command.
+        file: path of the schedule file, for schedules that training does not have by name.
+        post_validation: validate the gradient norm after the step.
+    """
+    config = row.configuration
+    command = config.command(subject)
+    if config.schedule == fsdp.NAME:
+        return command.having(**fsdp.OPTIONS)
+    if row.is_stock:
+        return with_layers(command, row.layers, config.pipeline_parallel)
+    split = ",".join(map(str, row.layers)) if len(set(row.layers)) > 1 else ""
+    flags = config.schedule_flags(file if needs_file(row) else config.schedule, split)
+    options = {flag.removeprefix("--"): text or True for flag, text in flags.items()}
+    return command.having(**options, **(POST_VALIDATION if post_validation else {}))
+
+
+def script_of(command: Command, gpus: int, node: int) -> str:
+    """Return a shell script that starts a command with torchrun.
+
+    Args:
+        command: the whole command.
+        gpus: number of GPUs.
+        node: maximum number of GPUs per node; a node that the command names takes precedence.
+    """
+    per_node = min(gpus, node)
+    launcher = f"torchrun --nnodes {gpus // per_node} --nproc-per-node {per_node}"
+    options = [shlex.join([flag, *words]) for flag, words in words_by_flag(command.flags).items()]
+    lines = [
+        "#!/usr/bin/env bash",
+        "set -euo pipefail",
+        *(f"export {name}={shlex.quote(text)}" for name, text in command.environment.items()),
+        " \\\n    ".join([f"{launcher} {shlex.quote(command.script)}", *options]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def find_start_faults(
+    rows: Mapping[str, Prediction], subject: Subject, gpus: int, config: DryRunConfig
+) -> dict[str, str]:
+    """Run the start-up checks of the first and the last rank of each row.
+
+    Args:
+        rows: predictions by key.
+        subject: the model with today's command.
+        gpus: number of GPUs.
+        config: the programs of a dry run.
+
+    Returns:
+        The reason by key, for each row that does not start. Rows whose schedule has neither a name
+        nor a file are not checked.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = [job for key in rows for job in _jobs(key, rows[key], subject, gpus, config, folder)]
+        results = list(check_all(config.programs, jobs)) if jobs else []
+    return {result.name: result.error for result in results if isinstance(result, FailedRank)}
+
+
+def _jobs(
+    key: str, row: Prediction, subject: Subject, gpus: int, config: DryRunConfig, folder: str
+) -> Iterator[dict[str, Any]]:
+    path = Path(folder, f"{key}.json")
+    if needs_file(row):
+        if row.schedule is None:
+            return
+        path.write_text(row.schedule.to_json())
+    command = row_command(row, subject, str(path))
+    sizes = sizes_of(command, gpus)
+    for stage in dict.fromkeys((0, sizes.pipeline - 1)):
+        yield config.job(command, sizes, stage, key, check=True)
