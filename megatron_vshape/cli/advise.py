@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,7 @@ from megatron_vshape.tuning.configurations import (
     faults,
     neighbors,
 )
+from megatron_vshape.tuning.further_options import find_fitting_options
 from megatron_vshape.tuning.machine import Machine
 from megatron_vshape.tuning.predictor import Counts, Prediction, Predictor, Verdict, step_seconds
 from megatron_vshape.tuning.row_command import find_start_faults, needs_file, row_command, script_of
@@ -313,6 +314,8 @@ def _print(advice: Advice, options: argparse.Namespace, rows: Rows) -> None:
     today, machine = rows["today"], advice.predictor.machine
     assert today is not None
     texts = _rejected(today, advice.predictor.subject.command)
+    if _starts(today) and not today.fits:
+        texts.append(f"Today: {today.fit}.")
     texts += _verdict(advice, options, rows)
     texts += _full_step(options.training_share, rows)
     texts += [fsdp.format_comparison(rows["fsdp"], rows["best"] or today, advice.case)]
@@ -391,7 +394,8 @@ def _verdict(advice: Advice, options: argparse.Namespace, rows: Rows) -> list[st
         )
         return [
             f"Recommendation: none. No evaluated configuration fits {report.gib(limit_bytes)} GiB "
-            f"of a GPU: {headroom} GiB are kept free, and CUDA and NCCL need about {outside} GiB."
+            f"of a GPU: {headroom} GiB are kept free, and CUDA and NCCL need about {outside} GiB.",
+            *_further_options(advice, options, today),
         ]
     if recommended is today:
         gain = 1 - step_seconds(best) / step_seconds(today)
@@ -416,6 +420,25 @@ def _verdict(advice: Advice, options: argparse.Namespace, rows: Rows) -> list[st
         f"This package: another {gain:.0f}% faster than the best stock ({_name(best)}), within "
         f"the error of the estimate ({100 * within:.1f}%).",
     ]
+
+
+def _further_options(
+    advice: Advice, options: argparse.Namespace, today: Prediction
+) -> Iterator[str]:
+    """Format the options with which the command fits; they are estimated now."""
+    predictor = advice.predictor
+    rank = max(range(len(today.ranks)), key=lambda rank: today.ranks[rank].allocated)
+    programs = dry_run_config(options, predictor.subject.command, predictor.machine.gpu)
+    texts = find_fitting_options(
+        predictor.subject, advice.command_config, rank, programs, predictor.headroom_bytes
+    )
+    for text in texts:
+        yield f"It fits with {text}."
+    if not texts:
+        yield (
+            "Neither full recomputation with bf16 optimizer states, with an optimizer on the CPU, "
+            "nor with 8 times as many GPUs is enough."
+        )
 
 
 def _starts(row: Prediction) -> bool:

@@ -30,9 +30,11 @@ from megatron_vshape.rehearsal.megatron_layers import layers_of_command
 from megatron_vshape.tuning import fsdp
 from megatron_vshape.tuning.configurations import (
     ADAPTIVE,
+    FULL,
     LAYER_SPLIT,
     SHARDED_OUTPUT,
     Configuration,
+    SweepError,
     count_stages,
 )
 from megatron_vshape.tuning.predictor import (
@@ -104,6 +106,8 @@ class Advice:
         stock = [prediction for config in configs for prediction in self.stock(config)]
         stock += [today] if today.is_stock else []
         rows: Rows = {"today": today}
+        if not any(map(_fits, stock)):
+            stock += self._with_full_recompute()
         rows["stock"] = min(filter(_fits, stock), key=step_seconds, default=None)
         seconds = self.seconds / _MAX_PLANNED_CONFIGS
         # A configuration that does not fit is no baseline: any plan that fits is better.
@@ -111,8 +115,9 @@ class Advice:
             self.command_config, seconds, step_seconds(today) if today.fits else math.inf
         )
         best = [prediction for prediction in (same_sizes, rows["stock"]) if prediction is not None]
-        planned, least_s = 0, {config: self._mean_busy_s(config) for config in self.neighbors}
-        for config in sorted(self.neighbors, key=least_s.__getitem__):
+        pipelines = [config for config in self.neighbors if config.pipeline_parallel > 1]
+        planned, least_s = 0, {config: self._mean_busy_s(config) for config in pipelines}
+        for config in sorted(pipelines, key=least_s.__getitem__):
             fastest = min(map(step_seconds, best), default=math.inf)
             # Sorted by lower bound: none of the remaining configurations can be faster.
             if planned == _MAX_PLANNED_CONFIGS or least_s[config] > fastest:
@@ -218,7 +223,7 @@ class Advice:
             n for n in counts if any(not num_layers % (n * ranks) for num_layers in layer_counts)
         ]
         for chunks in dividing or counts:
-            if chunks > 1 and config.num_microbatches % ranks:
+            if chunks > 1 and (ranks == 1 or config.num_microbatches % ranks):
                 continue
             splits = self._splits(config, looping(ranks, chunks))
             for layers in (*splits, *_between(splits[-1], splits[0])):
@@ -231,6 +236,15 @@ class Advice:
                     yield prediction
                     if prediction.fits and layers not in splits[:-1]:
                         break
+
+    def _with_full_recompute(self) -> list[Prediction]:
+        """Predict stock Megatron in the sizes of the command with full recomputation."""
+        config = replace(self.command_config, recompute=FULL, sequence_parallel=True)
+        try:
+            return list(self.stock(config))
+        except SweepError as error:  # cannot be rehearsed
+            self.left_out.append(f"full recompute: {error}")
+            return []
 
     def _splits(self, config: Configuration, placement: Placement) -> list[tuple[int, ...]]:
         """Return the layer splits to try with Megatron's flags: even if possible, and balanced."""

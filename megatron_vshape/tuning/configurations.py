@@ -395,15 +395,18 @@ def neighbors(
 ) -> Iterator[Configuration]:
     """Yield configurations next to the command's, nearest first; `keep` has names of `SIZES`.
 
-    The command's own sizes are also tried without recompute. Other sizes drop recompute where
-    possible; selective recompute is also tried if they need more memory. All use sequence
-    parallelism if TP > 1, even if the command does not.
+    The command's own sizes are also tried without recompute, and stock Megatron without a pipeline.
+    Other sizes drop recompute where possible; selective recompute is also tried if they need more
+    memory. All use sequence parallelism if TP > 1, even if the command does not.
     """
     command_config, config = config, replace(config, sequence_parallel=True)
     without_recompute = config if "recompute" in keep else replace(config, recompute=NONE)
     for neighbor in dict.fromkeys((without_recompute, config)):
         if neighbor != command_config:
             yield neighbor
+    if "pp" not in keep:
+        without_pipeline = replace(without_recompute, pipeline_parallel=1, schedule="1f1b")
+        yield without_pipeline.on_devices(num_devices)
     for move in _MOVES:
         sizes = {name: int(getattr(config, name) * factor) for name, factor in move.items()}
         min_sizes = {"pipeline_parallel": 2}

@@ -64,7 +64,7 @@ def format_comparison(fsdp: Prediction | None, baseline: Prediction | None, case
     if abs(gain) <= within:
         return f"{start}as fast as the best pipeline within the error ({100 * within:.1f}%)."
     if gain < 0:
-        return f"{start}{-100 * gain:.0f}% slower."
+        return f"{start}{-100 * gain:.0f}% slower than the best pipeline."
     return (
         f"{start}{100 * gain:.0f}% faster than the best pipeline, more than the error "
         f"({100 * within:.1f}%). Measure it before you choose a pipeline schedule."

@@ -397,6 +397,39 @@ def test_today_has_the_vocabulary_parallelism_of_the_command() -> None:
     assert step_seconds(shared) < 0.7 * step_seconds(today())
 
 
+def test_best_stock_has_no_pipeline_if_that_is_fastest() -> None:
+    layer = Piece(100.0, 100.0, 100.0, 1.0, 0.0)
+    model = subject(f"{LAYERS_36} --global-batch-size 8")
+    advice = make_advice(model, Pieces(layer, NOTHING, NOTHING, 0.0))
+    configs = list(neighbors(advice.command_config, model, 4, ["tp", "cp", "microbatch"]))
+    advice.neighbors = [config for config in configs if config.pipeline_parallel in (1, 2)]
+    stock = advice.rows()["stock"]
+    assert stock is not None
+    assert (stock.configuration.schedule, stock.layers) == ("1f1b", (36,))
+    changes_of_flags = changes(stock, model)
+    assert changes_of_flags == ["--pipeline-model-parallel-size 1"]
+    kept = neighbors(advice.command_config, model, 4, ["pp"])
+    assert {config.pipeline_parallel for config in kept} == {4}
+
+
+def test_best_stock_has_full_recompute_if_nothing_else_fits() -> None:
+    pieces = Pieces(Piece(1.0, 1.0, 1.0, 3.0 * GIB, 0.0), NOTHING, NOTHING, 0.0)
+    recomputed = replace(pieces, layer=Piece(1.0, 2.0, 1.0, 0.1 * GIB, 0.0))
+    advice = make_advice(subject(f"{LAYERS_36} --global-batch-size 64"), pieces)
+    counted = advice.predictor.counts(advice.command_config)
+
+    def counts(config: Configuration) -> CountedCosts:
+        return replace(counted, pieces=recomputed if config.recompute == FULL else pieces)
+
+    advice.predictor = replace(advice.predictor, counts=counts)
+    rows = advice.rows()
+    today, stock = rows["today"], rows["stock"]
+    assert today is not None
+    assert stock is not None
+    assert (today.fits, stock.fits) == (False, True)
+    assert "--recompute-granularity full" in changes(stock, advice.predictor.subject)
+
+
 def test_a_stock_row_removes_the_flags_of_the_schedule() -> None:
     model = subject(f"{LAYERS_36} {V_HALF} {SPLIT} 4,5,5,4,4,5,5,4 --pipeline-vocab-parallel")
     advice = make_advice(model, Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0))
@@ -636,7 +669,7 @@ def test_configurations_beyond_the_maximum_are_not_evaluated_and_listed(
     assert counted == [command_config, *neighbor_configs[:1]]
     shown = " ".join(capsys.readouterr().out.split())
     why = "advise evaluates at most 1 other configurations"
-    assert shown.count(why) == len(neighbor_configs) - 1 == 1
+    assert shown.count(why) == len(neighbor_configs) - 1 == 2
     assert f"; {_sizes(neighbor_configs[1], model)}: {why}" in shown.partition("Not evaluated: ")[2]
 
 

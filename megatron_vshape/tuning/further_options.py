@@ -1,0 +1,93 @@
+"""Options outside of the comparison of `advise` with which a command fits, if nothing else does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal.flags import Command, Sizes, flag_changes, sizes_of
+from megatron_vshape.rehearsal.gpus import Fit
+from megatron_vshape.rehearsal.rank_report import RankReport
+from megatron_vshape.rehearsal.ranks import DryRunConfig, rehearse_all
+from megatron_vshape.tuning.configurations import FULL, Configuration, Subject
+
+_BF16_STATES: dict[str, Any] = {
+    "use_distributed_optimizer": True,
+    "use_precision_aware_optimizer": True,
+    "exp_avg_dtype": "bf16",
+    "exp_avg_sq_dtype": "bf16",
+}
+"""Adam's moments in bf16: 4 bytes per parameter less."""
+
+_STATES_ON_HOST: dict[str, Any] = {
+    "use_distributed_optimizer": True,
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 1.0,
+}
+"""Optimizer states and step on the CPU."""
+
+_MAX_GPU_FACTOR = 8
+"""Maximum number of GPUs to try, relative to the present ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """A command on a number of GPUs."""
+
+    command: Command
+    sizes: Sizes
+    text: str
+
+
+def find_fitting_options(
+    subject: Subject, config: Configuration, rank: int, programs: DryRunConfig, headroom: float
+) -> list[str]:
+    """Estimate the rank that needs the most memory with further options, and list those that fit.
+
+    All are tried with full recomputation. Of several numbers of GPUs, the smallest is listed.
+
+    Args:
+        subject: the model with today's command.
+        config: today's configuration.
+        rank: the pipeline rank with the highest peak.
+        programs: programs and GPU of the dry runs.
+        headroom: bytes of each GPU to keep free.
+
+    Returns:
+        Flags and numbers of GPUs, as text.
+    """
+    command = replace(config, recompute=FULL).command(subject)
+    attempts = {str(index): attempt for index, attempt in enumerate(_attempts(command, config))}
+    jobs = [
+        programs.job(attempt.command, attempt.sizes, rank, name)
+        for name, attempt in attempts.items()
+    ]
+    fitting = {
+        report.name
+        for report in rehearse_all(programs.programs, jobs)
+        if isinstance(report, RankReport)
+        and programs.gpu.fit_of(report.peak_bytes, report.communicators, headroom) is Fit.FITS
+    }
+    texts: dict[bool, list[str]] = {False: [], True: []}
+    for name, attempt in attempts.items():
+        changes = flag_changes(subject.command, attempt.command)
+        if name in fitting:
+            texts[bool(attempt.text)].append(", ".join(filter(None, (attempt.text, *changes))))
+    return texts[False] + texts[True][:1]
+
+
+def _attempts(command: Command, config: Configuration) -> Iterator[_Attempt]:
+    """Yield the commands to try; numbers of GPUs that do not divide the batch are left out."""
+    gpus, factor = config.num_devices, 2
+    for options in (_BF16_STATES, _STATES_ON_HOST):
+        changed = command.having(**options)
+        yield _Attempt(changed, sizes_of(changed, gpus), "")
+    while factor <= _MAX_GPU_FACTOR:
+        changed = command.having(use_distributed_optimizer=True)
+        try:
+            yield _Attempt(changed, sizes_of(changed, factor * gpus), f"{factor * gpus} GPUs")
+        except ScheduleError:
+            return
+        factor *= 2
