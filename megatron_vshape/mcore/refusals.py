@@ -141,6 +141,9 @@ def is_one_of(*refused: object) -> Callable[[Any], bool]:
     return lambda value: value in refused
 
 
+is_off = is_one_of(False)
+
+
 def above_one(value: Any) -> bool:
     return value is not None and value > 1
 
@@ -229,6 +232,7 @@ GRAPHS: dict[str, Any] = {
 }
 FP8: dict[str, Any] = {"flag": "--fp8-format", "is_set": other_than(None, "none")}
 FP4: dict[str, Any] = {"flag": "--fp4-format", "is_set": other_than(None, "none")}
+_OTHER_RANKS = "an encoder needs to be on the pipeline rank of the first stage"
 _NO_FSDP = "it supports DDP only"
 _DDP = "Use DDP, with or without --use-distributed-optimizer"
 
@@ -302,6 +306,25 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
                 is_set=is_given,
             )
             for what in ("tensor", "pipeline", "expert", "expert_tensor")
+        ),
+        Refusal(
+            "dist_train",
+            _OTHER_RANKS,
+            fix="Set dist_train.use_dist_train=False",
+            flag="dist_train.use_dist_train",
+            is_set=lambda settings: bool(getattr(settings, "use_dist_train", False)),
+        ),
+        *(
+            Refusal(name, _OTHER_RANKS, fix=f"Set {name}=True", flag=f"{name}=False", is_set=is_off)
+            for name in ("add_encoder", "add_decoder")
+        ),
+        Refusal(
+            "vision_cuda_graph_impl",
+            "CUDA graphs of the encoder are untested",
+            fix="Set vision_cuda_graph_impl to none",
+            flag="vision_cuda_graph_impl",
+            is_set=other_than(None, "none"),
+            shows_value=True,
         ),
         Refusal(
             "transformer_impl",
@@ -478,8 +501,29 @@ def refused_model(schedule: str, name: str) -> UnsupportedError:
     """Return the error for a model with more than one stack of layers."""
     return UnsupportedError(
         f"schedule {schedule} does not work with {name}: it needs one stack of layers, and this "
-        "model has several. Remove the schedule, and Megatron runs its own"
+        "model has several. Use a model with its encoder on the first stage, such as "
+        "Megatron-Bridge's Qwen3-VL, or remove the schedule, and Megatron runs its own"
     )
+
+
+def check_encoder(chunks: Iterable[Any], flag: str, why: str) -> None:
+    """Raise UnsupportedError if the language model is a part of a model with an encoder.
+
+    Args:
+        chunks: The unwrapped chunks of this rank.
+        flag: The feature that does not support an encoder.
+        why: The reason.
+    """
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    for chunk in chunks:
+        if isinstance(chunk, LanguageModule):
+            continue
+        if any(isinstance(module, LanguageModule) for module in chunk.modules()):
+            name = type(chunk).__name__
+            raise UnsupportedError(
+                f"{flag} does not support the encoder of {name}: {why}. Remove {flag}"
+            )
 
 
 def check_refusals(refusals: Iterable[Refusal], options: Any, flag: str) -> None:

@@ -128,7 +128,7 @@ def make_config(shape: str, ranks: int, trainer_options: dict[str, Any]) -> Any:
         return TransformerConfig(
             pipeline_model_parallel_size=ranks, tensor_model_parallel_size=tensor, **sizes
         )
-    config = DeferredConfig(**sizes)
+    config = trainer_options.get("provider", DeferredConfig)(**sizes)
     if "pattern" in trainer_options:
         config = HybridProvider(**sizes, pattern=trainer_options["pattern"])
     config.pipeline_model_parallel_size = ranks
@@ -325,7 +325,12 @@ def shards_of(model: nn.Module) -> dict[nn.Parameter, Any]:
 
 def fill(model: nn.Module) -> None:
     """Give every weight values that follow from its name."""
-    for name, parameter in names_of(model):
+    fill_parameters(names_of(model))
+
+
+def fill_parameters(named_parameters: Iterator[tuple[str, nn.Parameter]]) -> None:
+    """Give weights values that follow from their names in the full model."""
+    for name, parameter in named_parameters:
         if parameter.dim() > 1:
             name, _, first = name.partition("@")
             seed = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16)

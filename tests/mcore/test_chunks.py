@@ -166,22 +166,30 @@ def test_linear_attention_of_another_chunk_is_rejected() -> None:
         _check_kinds("linear_attention_freq", (0, 3), [expected[0], expected[0]], expected)
 
 
-def test_encoder_with_a_copy_of_the_config_is_rejected() -> None:
+def test_layers_of_a_chunk_and_of_an_encoder() -> None:
+    """Layers built without a vp_stage are those of the chunk; an encoder is on one rank."""
     config = SimpleNamespace(
         pipeline_model_parallel_layout=StageLayout(StageMap(v_shape(2), (2, 2, 2, 2))),
         pipeline_model_parallel_size=2,
         num_layers=8,
     )
     pipeline: Any = object()
-    calls: list[Any] = []
-    build = core_hooks.block_init(
-        Session(pipeline=pipeline), lambda block, config: calls.append(config)
-    )
+    session, calls = Session(pipeline=pipeline), []
+
+    def original(block: Any, config: Any, vp_stage: int | None = None) -> None:
+        calls.append((config.num_layers, config.pipeline_model_parallel_layout, vp_stage))
+
+    build, layout = core_hooks.block_init(session, original), config.pipeline_model_parallel_layout
+    with session.build.providing(1):
+        build(None, config)
+    session.build.queried_chunk = 0
     build(None, config)
+    build(None, config, vp_stage=1)
     encoder = copy.deepcopy(config)
     encoder.pipeline_model_parallel_size, encoder.num_layers = 1, 3
-    with pytest.raises(UnsupportedError, match="encoder of 3 layers .* the stages 2,2,2,2"):
-        build(None, encoder)
-    encoder.pipeline_model_parallel_layout = None
     build(None, encoder)
-    assert calls == [config, encoder]
+    assert calls == [(8, layout, 1), (8, layout, 0), (8, layout, 1), (3, None, None)]
+    encoder = copy.deepcopy(config)
+    encoder.num_layers = 6
+    with pytest.raises(UnsupportedError, match="an encoder of 6 layers on 2 pipeline ranks"):
+        build(None, encoder)

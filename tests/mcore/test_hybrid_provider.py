@@ -28,6 +28,41 @@ class Provider:
         return Model(config=self, pre_process=pre_process, post_process=post_process)
 
 
+class LanguageProvider(Provider):
+    """A provider whose model builds an encoder by `pre_process`, and does not get its chunk."""
+
+    is_hybrid_model = False
+
+    def provide(self, pre_process=None, post_process=None, vp_stage=None):
+        return pre_process, post_process, Model(self, pre_process, post_process).seen
+
+
+def test_provider_gets_the_ends_of_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, ranks = Session(), []
+    choice = SimpleNamespace(shards_output_layer=False)
+    stage_map = StageMap((1, 0, 0, 1), (1, 1, 1, 1))
+    ends = lambda rank, chunk: (rank == 1 and not chunk, rank == 1 and chunk == 1)  # noqa: E731
+    pipeline: Any = SimpleNamespace(stage_map=stage_map, ends=ends, choice=choice)
+    session.pipeline = pipeline
+    monkeypatch.setattr(Model, "__init__", core_hooks.model_init(session, Model.__init__))
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: ranks[-1])
+    config: Any = LanguageProvider()
+    libraries.have_chunks_provided(session, config)
+    try:
+        for rank, chunk, expected in (
+            (1, 0, (True, False)),
+            (1, 1, (False, True)),
+            (0, 0, (False, False)),
+        ):
+            ranks.append(rank)
+            # The caller derives the ends from the position of the rank.
+            *outer_ends, seen = config.provide(rank == 0, rank == 1, vp_stage=chunk)
+            assert tuple(outer_ends) == expected
+            assert seen == (*expected, chunk, 2)
+    finally:
+        session.replaced.undo()
+
+
 def test_provider_sees_no_chunks_and_its_model_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     stage_map = StageMap((0, 1, 1, 0), (1, 1, 1, 1))
     ends = lambda rank, chunk: (not rank and not chunk, not rank and chunk == 1)  # noqa: E731

@@ -139,8 +139,8 @@ def model_init(session: Session, original: Function) -> Function:
         # By name: releases differ in the order of the constructor's parameters.
         bound = signature.bind(self, *args, **options)
         chunk = bound.arguments.get("vp_stage")
-        if chunk is None and session.build.provided_chunk is not None:
-            chunk = bound.arguments["vp_stage"] = session.build.provided_chunk
+        if chunk is None and session.build.current_chunk is not None:
+            chunk = bound.arguments["vp_stage"] = session.build.current_chunk
             config = bound.arguments["config"]
             config.virtual_pipeline_model_parallel_size = pipeline.stage_map.num_chunks
         if chunk is None and pipeline.stage_map.num_chunks > 1:
@@ -329,6 +329,8 @@ def pipeline_stage_check(end: int) -> Function:
         # Every rank computes a part of the loss here, and counts as first and last.
         if session.step.has_logits:
             return True
+        if not ignore_virtual and session.step.running_chunk is None:
+            session.build.queried_chunk = vp_stage
         chunk = session.step.running_chunk if ignore_virtual else vp_stage
         # With one chunk per rank, callers pass no vp_stage; chunk 0 is the only candidate.
         if pipeline is not None and not ignore_virtual and pipeline.stage_map.num_chunks == 1:
@@ -402,26 +404,36 @@ def heterogeneous_layer_spec(
 def block_init(
     session: Session, original: Function, block: Any, *args: Any, **options: Any
 ) -> None:
-    """Reject a second stack of layers that was configured by a copy of the model's config.
+    """Build the layers of a chunk, or all layers of an encoder on one rank.
 
-    Libraries build an image encoder on one rank with such a copy (mbridge's Qwen2.5-VL). The copy
-    still has the stages of the language model, and Megatron would build the layers of a stage.
+    Megatron-Bridge's Qwen3-VL builds the layers of a chunk once more without its vp_stage. mbridge
+    copies the config of the language model for an encoder on one rank. The copy still has the
+    stages of the language model, so that Megatron would build the layers of a stage.
+
+    Raises:
+        UnsupportedError: The encoder has several pipeline ranks.
     """
-    config = inspect.signature(original).bind(block, *args, **options).arguments["config"]
+    bound = inspect.signature(original).bind(block, *args, **options)
+    config = bound.arguments["config"]
     layout = getattr(config, "pipeline_model_parallel_layout", None)
     if isinstance(layout, StageLayout):
         sizes = config.pipeline_model_parallel_size, config.num_layers
         stage_map = layout.stage_map
-        if sizes != (stage_map.num_ranks, sum(stage_map.layers)):
-            # Not RefusedError: only the ranks of the first stage build an encoder, and a library
-            # reports an exception of one rank.
+        if sizes == (stage_map.num_ranks, sum(stage_map.layers)):
+            if bound.arguments.get("vp_stage") is None:
+                bound.arguments["vp_stage"] = session.build.current_chunk
+        elif sizes[0] == 1:
+            config.pipeline_model_parallel_layout = None
+        else:
+            # Not RefusedError: only some ranks build an encoder, and a library reports an exception
+            # of one rank.
             raise UnsupportedError(
-                f"vision-language models whose encoder has a copy of the language model's config "
-                f"are not supported: the encoder of {sizes[1]} layers would be built with the "
-                f"layers of one of the stages {','.join(map(str, stage_map.layers))}. Remove the "
+                f"an encoder of {sizes[1]} layers on {sizes[0]} pipeline ranks is not supported: "
+                "a schedule has the stages of one model, the language model. Set "
+                "pipeline_model_parallel_size 1 in the config of the encoder, or remove the "
                 "schedule, and Megatron runs its own"
             )
-    original(block, *args, **options)
+    original(*bound.args, **bound.kwargs)
 
 
 @replaces
@@ -518,8 +530,8 @@ HOOKS = (
     Hook(
         "megatron.core.transformer.transformer_block",
         "TransformerBlock.__init__",
-        ("self", "config"),
-        "rejects an encoder that would be built with the layers of a stage",
+        ("self", "config", "vp_stage"),
+        "builds the layers of a chunk without a vp_stage, and all layers of an encoder",
         block_init,
     ),
     Hook(

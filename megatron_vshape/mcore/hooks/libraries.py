@@ -173,14 +173,14 @@ def patch_roll_converter(session: Session, pipeline: Pipeline) -> None:
 
 
 def have_chunks_provided(session: Session, config: Any) -> None:
-    """Patch a library's provider of hybrid models, which is its config, to build several chunks."""
+    """Patch a library's provider of models, which is its config, to build several chunks."""
     owner: Any = next((base for base in type(config).__mro__ if "provide" in vars(base)), None)
-    if owner is not None and getattr(config, "is_hybrid_model", False):
-        session.patch_once(owner, lambda: {"provide": provide_hybrid(session, owner.provide)})
+    if owner is not None and "vp_stage" in inspect.signature(owner.provide).parameters:
+        session.patch_once(owner, lambda: {"provide": provide_chunk(session, owner.provide)})
 
 
 @replaces
-def provide_hybrid(
+def provide_chunk(
     session: Session,
     original: Function,
     config: Any,
@@ -188,17 +188,21 @@ def provide_hybrid(
     post_process: bool | None = None,
     vp_stage: int | None = None,
 ) -> Any:
-    """Build one of several chunks with a provider that rejects virtual pipeline stages.
+    """Build one of several chunks, with the ends of the model that its stage has.
 
-    Megatron-Bridge's provider rejects them, although its model supports them. The provider sees a
-    config without chunks; `model_init` passes the chunk to the model's constructor.
+    Megatron-Bridge derives the ends from the position of the rank, and a model with an encoder
+    builds the encoder by them. `model_init` and `block_init` pass the chunk to constructors that
+    get no vp_stage (Qwen3-VL, Qwen-Omni, Qwen3-ASR, hybrid models).
     """
     if session.pipeline is None or vp_stage is None:
         return original(config, pre_process, post_process, vp_stage)
+    ends = session.pipeline.ends(parallel_state.get_pipeline_model_parallel_rank(), vp_stage)
     with session.build.providing(vp_stage), Replaced() as replaced:
-        # The provider raises if the config has virtual stages.
+        if not getattr(config, "is_hybrid_model", False):
+            return original(config, *ends, vp_stage)
+        # The provider of hybrid models rejects virtual stages, although its model supports them.
         replaced.put(config, "virtual_pipeline_model_parallel_size", None)
-        return original(config, pre_process, post_process)
+        return original(config, *ends)
 
 
 _WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"

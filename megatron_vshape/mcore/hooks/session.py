@@ -68,9 +68,16 @@ class BuildState:
     is_extensible: bool = False
     first_chunk: Callable[[], Any] = lambda: None  # weak reference to this rank's first chunk
     provided_chunk: int | None = None  # chunk that a provider builds now, by `providing`
+    # Chunk whose position the trainer queried last; mbridge's Qwen3-VL then gets no vp_stage.
+    queried_chunk: int | None = None
     embedding_chunk: nn.Module | None = None  # with the embedding, until the last one is built
     # Last chunk -> first chunk of the same rank, whose embedding weights it shares.
     tied_to: WeakKeyDictionary[nn.Module, nn.Module] = field(default_factory=WeakKeyDictionary)
+
+    @property
+    def current_chunk(self) -> int | None:
+        """Return the chunk that is being built if the library passes no vp_stage."""
+        return self.queried_chunk if self.provided_chunk is None else self.provided_chunk
 
     @contextmanager
     def providing(self, chunk: int | None) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -15,6 +15,7 @@ from megatron_vshape.mcore.refusals import (
     Refusal,
     UnsupportedError,
     above_one,
+    check_encoder,
     each_of,
     is_one_of,
     rejection,
@@ -206,6 +207,11 @@ class OverlapFeature(Feature):
                 f"schedule {choice.name} overlaps forward and backward: add {_OVERLAP}, or choose "
                 "another"
             )
+
+    def check_chunks(self, pipeline: Pipeline, rank: int, chunks: Sequence[Any]) -> None:
+        """Reject an encoder, which the layer plans of its model omit."""
+        if pipeline.by_layers:
+            check_encoder(chunks, _OVERLAP, "Megatron's layer plans omit the encoder")
 
     def notes(self, pipeline: Pipeline, plan: PlannedStep, local_ranks: int | None) -> str:
         """Return that passes run by layer plans, and a setting that prevents their overlap."""

@@ -20,6 +20,7 @@ from megatron_vshape.mcore.refusals import (
     Refusal,
     UnsupportedError,
     above_one,
+    check_encoder,
     check_refusals,
     each_of,
     has_part,
@@ -31,6 +32,7 @@ from megatron_vshape.mcore.setup.features import Feature, Settings, features
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.setup.choice import ScheduleChoice
+    from megatron_vshape.mcore.setup.configure import Pipeline
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.stage import StepFeature
     from megatron_vshape.mcore.step_state import StepState
@@ -221,6 +223,11 @@ class SlicesFeature(Feature):
 
             attention.install(state, chunks)
             router.install(state, chunks)
+
+    def check_chunks(self, pipeline: Pipeline, rank: int, chunks: Sequence[Any]) -> None:
+        """Reject an encoder, whose model merges the images of a full microbatch."""
+        if pipeline.choice.slices not in (1, (1,)):
+            check_encoder(chunks, FLAG, "it merges images into full sequences")
 
     def hooks(self) -> tuple[Hook, ...]:
         """Return the feature's replacements of Megatron's attributes."""

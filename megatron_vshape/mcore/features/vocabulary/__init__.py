@@ -39,6 +39,7 @@ from megatron_vshape.mcore.refusals import (
     OVERLAP_OPTION,
     UNTRIED,
     Refusal,
+    check_encoder,
     check_refusals,
     each_of,
     is_given,
@@ -194,6 +195,7 @@ class VocabularyFeature(Feature):
         if pipeline.choice.shards_output_layer:
             from megatron_vshape.mcore.features.vocabulary.model import check_ends
 
+            check_encoder(chunks, self.flag, "it uses the embedding of the first stage")
             ends = pipeline.ends(rank, 0)[0], pipeline.ends(rank, len(chunks) - 1)[1]
             check_ends(chunks[0], chunks[-1], ends)
 

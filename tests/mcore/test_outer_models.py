@@ -1,0 +1,124 @@
+"""Models with an image encoder on their first stage equal Megatron's 1F1B, bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from mcore.farm import Farm
+
+pytest.importorskip("megatron.training")
+
+PLUGIN = Path(__file__).with_name("outer_model.py")
+RANKS = 4
+
+
+class Trained(NamedTuple):
+    """The results of a run."""
+
+    losses: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    encoders: list[list[int]]  # numbers of the layers of each encoder
+
+
+def train(farm: Farm, folder: Path, **options: Any) -> Trained:
+    """Train on four ranks, and return the results of all."""
+    folder = folder / str(len(list(folder.iterdir())))
+    folder.mkdir()
+    # Imported, as a library is: the hooks find names only in modules.
+    trainer = folder / "trainer.py"
+    trainer.write_text("from outer_model import start")
+    options = {"library": "bridge", "directory": str(folder)} | options
+    farm.run(RANKS, plugin=trainer, given=options).check()
+    records = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    return Trained(
+        losses=[loss for record in records for loss in record["losses"]],
+        gradients={
+            name: value for record in records for name, value in record["gradients"].items()
+        },
+        encoders=[layers for record in records for layers in record["encoders"]],
+    )
+
+
+def assert_equal(run: Trained, expected: Trained) -> None:
+    assert run.encoders == expected.encoders == [[1, 2, 3]]
+    assert len(expected.losses) == 16
+    assert run.losses == expected.losses
+    assert run.gradients.keys() == expected.gradients.keys()
+    unequal = [
+        name for name, value in run.gradients.items() if not value.equal(expected.gradients[name])
+    ]
+    assert not unequal
+
+
+@pytest.fixture(scope="module")
+def stock(farm: Farm, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return train(farm, tmp_path_factory.mktemp("stock"), schedule=None)
+
+
+@pytest.mark.parametrize(
+    ("library", "schedule"),
+    [
+        *(("bridge", schedule) for schedule in ("v-half", "v-zb", "1f1b-v", "zb-h1")),
+        ("rebuilding", "v-half"),
+        ("mbridge", "v-half"),
+        ("mbridge", "zb-h1"),
+        pytest.param("rebuilding", "v-zb", marks=pytest.mark.slow),
+        pytest.param("mbridge", "v-zb", marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_equal_1f1b(
+    farm: Farm, tmp_path: Path, stock: Trained, library: str, schedule: str
+) -> None:
+    assert_equal(train(farm, tmp_path, library=library, schedule=schedule), stock)
+    encoder = [name for name in stock.gradients if not name.startswith("language_model")]
+    assert len(encoder) == 2 * (2 + 3 * 12 + 2)  # patches, three layers, final norm; two steps
+    assert all(stock.gradients[name].any() for name in encoder)
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "v-zb"])
+@pytest.mark.parametrize("frozen", ["encoder", "language"])
+def test_frozen_parts_equal_1f1b(farm: Farm, tmp_path: Path, frozen: str, schedule: str) -> None:
+    expected = train(farm, tmp_path, schedule=None, frozen=frozen)
+    is_language = {name.startswith("language_model") for name in expected.gradients}
+    assert is_language == {frozen == "encoder"}
+    assert_equal(train(farm, tmp_path, schedule=schedule, frozen=frozen), expected)
+
+
+@pytest.mark.parametrize("images", [[0], [2]])
+def test_images_per_microbatch_equal_1f1b(farm: Farm, tmp_path: Path, images: list[int]) -> None:
+    expected = train(farm, tmp_path, schedule=None, images=images)
+    assert_equal(train(farm, tmp_path, schedule="v-half", images=images), expected)
+
+
+def test_full_recompute_equals_1f1b(farm: Farm, tmp_path: Path) -> None:
+    config = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    expected = train(farm, tmp_path, schedule=None, config=config)
+    assert_equal(train(farm, tmp_path, schedule="v-half", config=config), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "text"),
+    [
+        ({"vocab_parallel": True}, {}, "vocab_parallel does not support the encoder of OuterModel"),
+        ({"slices": 2}, {}, "slices does not support the encoder of OuterModel"),
+    ],
+)
+def test_features_without_encoder_are_rejected(
+    farm: Farm, tmp_path: Path, options: dict[str, Any], config: dict[str, Any], text: str
+) -> None:
+    trainer = tmp_path / "trainer.py"
+    trainer.write_text("from outer_model import start")
+    given = {"library": "bridge", "directory": str(tmp_path), "schedule": "v-half"}
+    given |= {"options": options, "config": config}
+    run = farm.run(RANKS, plugin=trainer, given=given)
+    assert 0 not in run.codes
+    output = "".join(run.output)
+    assert text in output
+    assert "Traceback" not in output
