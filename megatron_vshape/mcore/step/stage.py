@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, make_viewless_tensor
 from torch import Tensor, nn
 
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
@@ -451,6 +451,8 @@ class MegatronStage:
         step, microbatch = self.step, forward.microbatch
         if not self.is_last:
             self._check_output(output)
+            # Recomputed layers of Megatron-Bridge's Qwen3-VL return views, which cannot be freed.
+            output = make_viewless_tensor(output, output.requires_grad, keep_graph=True)
         step.num_tokens += num_tokens
         for hook in step.hooks:
             output = hook.output(self.is_last, microbatch, output)

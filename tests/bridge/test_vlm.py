@@ -1,0 +1,166 @@
+"""Megatron-Bridge's unmodified `pretrain` trains vision-language models as with 1F1B, bit by bit.
+
+Requires Megatron-Bridge and Transformer Engine's Python: `bash scripts/test.sh --bridge`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("megatron") is None or not importlib.util.find_spec("megatron.bridge"):
+    message = "Megatron-Bridge is not installed: bash scripts/test.sh --bridge"
+    pytest.skip(message, allow_module_level=True)
+if not os.environ.get("TRANSFORMER_ENGINE_PYTHON"):
+    message = "Transformer Engine's Python is missing: megatron-vshape rehearse --fetch"
+    pytest.skip(message, allow_module_level=True)
+
+import torch
+
+TRAINER = Path(__file__).with_name("vlm_on_cpu.py")
+RANKS = 4
+SPLIT = {"layer_split": "3,2,2,1,1,1,1,1"}
+
+PAIRS: dict[str, tuple[dict[str, Any], tuple[str, ...], int, int]] = {
+    "Qwen2.5-VL": ({"model": "qwen25"}, ("v-half", "v-zb", "zb-h1"), 89, 30),
+    "Qwen2.5-VL, encoder frozen": ({"model": "qwen25", "frozen": "encoder"}, ("v-half",), 59, 0),
+    "Qwen2.5-VL, language model frozen": (
+        {"model": "qwen25", "frozen": "language"},
+        ("v-half",),
+        30,
+        30,
+    ),
+    "Qwen3-VL": ({"model": "qwen3"}, ("v-half", "v-zb"), 118, 51),
+    "Qwen3-VL, three levels": (
+        {"model": "qwen3", "layers": 12, "deepstack": [0, 1, 2]},
+        ("v-half",),
+        162,
+        63,
+    ),
+    "Qwen3-VL-MoE": ({"model": "qwen3-moe", "frozen": "none"}, ("v-half",), 0, 51),
+    "GLM-4.5V": ({"model": "glm45v"}, ("v-half",), 0, 0),
+}
+"""By model: the case, schedules, and the numbers of gradients and of the encoder's gradients."""
+
+REJECTED = {
+    "vocabulary": (
+        {"model": "qwen25", "options": {"vocab_parallel": True}},
+        "vocab_parallel does not support the encoder of Qwen25VLModel",
+    ),
+    "slices": (
+        {"model": "qwen25", "options": {"slices": 2}},
+        "slices does not work with position_embedding_type mrope",
+    ),
+    "deepstack": (
+        {"model": "qwen3", "deepstack": [0, 1, 2]},
+        "deepstack_visual_indexes has 3 levels",
+    ),
+}
+"""Rejected cases with a part of the message."""
+
+
+def cases() -> dict[str, dict[str, Any]]:
+    """Return all cases by name."""
+    named: dict[str, dict[str, Any]] = {}
+    for model, (case, schedules, _, _) in PAIRS.items():
+        for schedule in (None, *schedules):
+            options = SPLIT if schedule and case.get("layers") == 12 else {}
+            named[f"{model}: {schedule}"] = case | {"schedule": schedule, "options": options}
+    for name, (case, _) in REJECTED.items():
+        named[name] = case | {"schedule": "v-half"}
+    named["resumed"] = {"model": "qwen25", "schedule": "v-half", "steps": 4}
+    return named
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run all cases; return the folder of their results."""
+    folder = tmp_path_factory.mktemp("vlm")
+    named = cases()
+    checkpoint = str(folder / "checkpoint")
+    named["Qwen2.5-VL: None"]["save"] = named["resumed"]["load"] = checkpoint
+    named["four steps"] = {"model": "qwen25", "schedule": None, "steps": 4}
+    order = [case | {"name": name} for name, case in named.items()]
+    (folder / "cases.json").write_text(json.dumps(order))
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "MASTER_PORT": str(random.SystemRandom().randrange(10_000, 32_000)),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    ended = subprocess.run(
+        [sys.executable, str(TRAINER), str(folder)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
+    assert ended.returncode == 0, ended.stderr[-6000:]
+    return folder
+
+
+def load(folder: Path, name: str) -> dict[str, Any]:
+    """Merge the records of all ranks of a case."""
+    output = "".join(path.read_text()[-3000:] for path in (folder / name).glob("*.log"))
+    assert not (folder / name / "failed").exists(), output
+    records = [torch.load(folder / name / f"{rank}.pt") for rank in range(RANKS)]
+    merged: dict[str, Any] = {"parameters": {}}
+    for key in ("losses", "evaluations"):
+        merged[key] = next(record[key] for record in records if record[key])
+    steps = range(len(records[0]["gradients"]))
+    merged["gradients"] = {
+        (step, name): value
+        for record in records
+        for step in steps
+        for name, value in record["gradients"][step].items()
+    }
+    for record in records:
+        merged["parameters"] |= record["parameters"]
+    return merged
+
+
+def assert_equal(run: dict[str, torch.Tensor], expected: dict[Any, torch.Tensor]) -> None:
+    assert run.keys() == expected.keys()
+    assert not [name for name, value in run.items() if not torch.equal(value, expected[name])]
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule"),
+    [(model, schedule) for model, (_, schedules, _, _) in PAIRS.items() for schedule in schedules],
+)
+def test_gradients_equal_1f1b(folder: Path, model: str, schedule: str) -> None:
+    expected, run = load(folder, f"{model}: None"), load(folder, f"{model}: {schedule}")
+    assert run["losses"] == expected["losses"]
+    assert run["evaluations"] == expected["evaluations"]
+    assert_equal(run["gradients"], expected["gradients"])
+    assert_equal(run["parameters"], expected["parameters"])
+    _, _, count, encoder_count = PAIRS[model]
+    names = [name for step, name in expected["gradients"] if step == 0]
+    encoder = [name for name in names if not name.startswith("language_model")]
+    assert (len(names), len(encoder)) == (count, encoder_count)
+    assert all(expected["gradients"][0, name].any() for name in encoder)
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_rejected_options_end_all_ranks(folder: Path, name: str) -> None:
+    outputs = [path.read_text() for path in sorted((folder / name).glob("*.log"))]
+    assert len(outputs) == RANKS
+    assert not list((folder / name).glob("*.pt"))
+    text = "".join(outputs)
+    assert REJECTED[name][1] in text
+    assert "Traceback" not in text
+
+
+def test_resumed_run_equals_the_uninterrupted_run(folder: Path) -> None:
+    """A checkpoint of 1F1B, which V-Half resumes."""
+    resumed, expected = load(folder, "resumed"), load(folder, "four steps")
+    assert resumed["losses"] == expected["losses"][2:]
+    assert_equal(resumed["parameters"], expected["parameters"])
