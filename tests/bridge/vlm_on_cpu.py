@@ -143,8 +143,8 @@ def fill(chunks: list[Any]) -> list[Any]:
 class Samples(torch.utils.data.Dataset):
     """Sequences of random tokens, the i-th with `images[i % len(images)]` images."""
 
-    def __init__(self, images: list[int], masks: bool) -> None:
-        self.images, self.masks = images, masks
+    def __init__(self, case: SimpleNamespace) -> None:
+        self.case, self.images = case, case.images
 
     def __len__(self) -> int:
         return 4096
@@ -173,11 +173,12 @@ class Samples(torch.utils.data.Dataset):
         batch: dict[str, Any] = {name: torch.stack([row[name] for row in rows]) for name in names}
         batch["position_ids"] = torch.arange(LENGTH).expand(len(rows), -1).contiguous()
         mask = torch.ones(len(rows), LENGTH, dtype=torch.bool)
-        batch["attention_mask"] = mask if self.masks else None
+        batch["attention_mask"] = mask if self.case.model.startswith("qwen3") else None
         pixels, grids = (torch.cat([row[name] for row in rows]) for name in ("pixels", "grid"))
-        batch["visual_inputs"] = (
-            GenericVisualInputs(pixel_values=pixels, image_grid_thw=grids) if len(grids) else None
-        )
+        images = {"pixel_values": pixels, "image_grid_thw": grids} if len(grids) else {}
+        if self.case.model == "glm45v":
+            images["mm_token_type_ids"] = (batch["tokens"] == IMAGE).int()
+        batch["visual_inputs"] = GenericVisualInputs(**images) if images else None
         return batch
 
 
@@ -279,15 +280,13 @@ def configuration(case: SimpleNamespace) -> Any:
     from megatron.bridge.data.base import DatasetProvider
     from megatron.bridge.training import config as c
 
-    masks = case.model.startswith("qwen3")
-
     @dataclass
     class Data(DatasetProvider):
         seq_length: int = LENGTH
-        skip_getting_attention_mask_from_dataset: bool = not masks
+        skip_getting_attention_mask_from_dataset: bool = not case.model.startswith("qwen3")
 
         def build_datasets(self, context: Any) -> Any:
-            return (Samples(case.images, masks),) * 3
+            return (Samples(case),) * 3
 
     steps = case.steps
     decay = {"start_weight_decay": 0.0, "end_weight_decay": 0.0}

@@ -139,15 +139,15 @@ def model_init(session: Session, original: Function) -> Function:
         # By name: releases differ in the order of the constructor's parameters.
         bound = signature.bind(self, *args, **options)
         chunk = bound.arguments.get("vp_stage")
-        if chunk is None and session.build.current_chunk is not None:
+        num_chunks = pipeline.stage_map.num_chunks
+        if chunk is None and num_chunks > 1:
             chunk = bound.arguments["vp_stage"] = session.build.current_chunk
-            config = bound.arguments["config"]
-            config.virtual_pipeline_model_parallel_size = pipeline.stage_map.num_chunks
-        if chunk is None and pipeline.stage_map.num_chunks > 1:
-            raise UnsupportedError(
-                f"{type(self).__name__} is built without a vp_stage, and every rank has "
-                f"{pipeline.stage_map.num_chunks} chunks: choose a schedule with one, such as zb-h1"
-            )
+            if chunk is None:
+                raise UnsupportedError(
+                    f"{type(self).__name__} is built without a vp_stage, and every rank has "
+                    f"{num_chunks} chunks: choose a schedule with one, such as zb-h1"
+                )
+            bound.arguments["config"].virtual_pipeline_model_parallel_size = num_chunks
         multi_token.check_model(pipeline.stage_map, bound.arguments["config"])
         rank = parallel_state.get_pipeline_model_parallel_rank()
         first, last = pipeline.ends(rank, chunk)
