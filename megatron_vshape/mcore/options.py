@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.files import is_whole
+from megatron_vshape.core.model.pieces import Encoder
 from megatron_vshape.core.paper import catalogue
 from megatron_vshape.core.request import AUTO, MEGATRONS_OWN, PLUS_NAMES, is_megatrons_own
 
@@ -110,6 +111,7 @@ def _switch(text: str) -> bool:
     return bool(["false", "0", "true", "1"].index(text.lower()) // 2)
 
 
+_ENCODER = re.compile(r"(\d+\.?\d*|\.\d+)(:frozen)?")
 _TEXT = Values("a text", lambda value: isinstance(value, str))
 _PATH = Values("a path", lambda value: isinstance(value, str | os.PathLike))
 _SWITCH = Values("true or false", lambda value: isinstance(value, bool), _switch)
@@ -184,8 +186,18 @@ class Options:
     layer_split: str | None = _option(
         "--pipeline-layer-split auto|N,N,...",
         _TEXT,
-        "layers per stage, in model order; auto gives fewer to the first and the last stage, by "
-        "the costs or the sizes of the model. Default: even.",
+        "layers per stage, in model order; auto balances them by costs or model sizes. "
+        "Default: even.",
+        for_ours=False,
+    )
+    encoder_layers: float | str | None = _option(
+        "--pipeline-encoder-layers X[:frozen]",
+        Values(
+            "a number of layers, as in 3.2, or 3.2:frozen",
+            lambda value: _ENCODER.fullmatch(str(value)) is not None,
+        ),
+        "forward time of the image encoder in layers of the language model (frozen: no backward), "
+        "for --pipeline-layer-split auto and predictions. Default: 0.",
         for_ours=False,
     )
     vocab_parallel: bool = _option(
@@ -219,7 +231,7 @@ class Options:
         "--pipeline-keep-order",
         _SWITCH,
         "keep variable-length microbatches in data order (bitwise equal to 1F1B). By default, auto "
-        "reorders them to shorten the step",
+        "reorders them",
         default=False,
     )
     split_graphs: str = _option(
@@ -277,6 +289,12 @@ class Options:
         """
         first, last = self.profile_steps or (0, -1)
         return last + 2, last + 2 + (last - first)
+
+    @property
+    def encoder(self) -> Encoder | None:
+        """Return the cost of the image encoder, if it is given."""
+        cost = _ENCODER.fullmatch(str(self.encoder_layers))
+        return None if cost is None else Encoder(float(cost[1]), is_frozen=cost[2] is not None)
 
     def costs(self) -> Costs | None:
         """Return the costs from the file, if one is given."""

@@ -506,6 +506,17 @@ def refused_model(schedule: str, name: str) -> UnsupportedError:
     )
 
 
+def model_with_encoder(chunks: Iterable[Any]) -> str | None:
+    """Return the class of the unwrapped chunks if the language model is only a part of it."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    for chunk in chunks:
+        if not isinstance(chunk, LanguageModule):
+            if any(isinstance(module, LanguageModule) for module in chunk.modules()):
+                return type(chunk).__name__
+    return None
+
+
 def check_encoder(chunks: Iterable[Any], flag: str, why: str) -> None:
     """Raise UnsupportedError if the language model is a part of a model with an encoder.
 
@@ -514,16 +525,11 @@ def check_encoder(chunks: Iterable[Any], flag: str, why: str) -> None:
         flag: The feature that does not support an encoder.
         why: The reason.
     """
-    from megatron.core.models.common.language_module.language_module import LanguageModule
-
-    for chunk in chunks:
-        if isinstance(chunk, LanguageModule):
-            continue
-        if any(isinstance(module, LanguageModule) for module in chunk.modules()):
-            name = type(chunk).__name__
-            raise UnsupportedError(
-                f"{flag} does not support the encoder of {name}: {why}. Remove {flag}"
-            )
+    name = model_with_encoder(chunks)
+    if name is not None:
+        raise UnsupportedError(
+            f"{flag} does not support the encoder of {name}: {why}. Remove {flag}"
+        )
 
 
 def check_refusals(refusals: Iterable[Refusal], options: Any, flag: str) -> None:

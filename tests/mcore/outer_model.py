@@ -109,6 +109,7 @@ class Provider(DeferredConfig):
     """A config that builds its model, as Megatron-Bridge's."""
 
     kind: type = GPTModel
+    vocab_size: int = VOCABULARY
 
     def provide(self, pre_process=None, post_process=None, vp_stage=None):
         chunk = {"vp_stage": vp_stage} if self.kind is GPTModel else {}

@@ -13,13 +13,13 @@ from mcore.test_training import TWO, assert_equal_training
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.pieces import Pieces
+from megatron_vshape.core.model.pieces import Encoder, Pieces
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.mcore.features.vocabulary import SharedEnds
-from megatron_vshape.mcore.layout.stage_map import split_layers
-from megatron_vshape.mcore.options import Options
+from megatron_vshape.mcore.layout.stage_map import StageMap, better_split, split_layers
+from megatron_vshape.mcore.options import Options, UnsupportedError
 from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.configure import _limit_bytes
 
@@ -112,6 +112,70 @@ def test_auto_by_the_sizes_of_the_model() -> None:
         num_experts=8, moe_router_topk=2, moe_layer_freq=[1, 0], moe_ffn_hidden_size=64
     )
     assert split_layers(moe, linear(4), "auto", None).layers == (8, 8, 9, 6)
+
+
+ONE_LAYER_HEAD = {"num_layers": 32, "vocab_size": 64 * 13}
+
+
+@pytest.mark.parametrize(
+    ("encoder", "changed", "layers"),
+    [
+        (None, {}, (4, 4, 4, 4, 4, 4, 5, 3)),
+        # As `plan --layers 32 --layer-split auto --embedding 3.2 --head 1`.
+        (Encoder(3.2), {}, (1, 4, 4, 4, 5, 5, 5, 4)),
+        (Encoder(9.6, is_frozen=True), {}, (1, 4, 4, 4, 5, 5, 5, 4)),
+        (Encoder(3.2), {"deepstack_visual_indexes": [8, 16, 24]}, (3, 4, 4, 4, 5, 5, 5, 2)),
+    ],
+)
+def test_auto_with_an_encoder(
+    encoder: Encoder | None, changed: dict[str, object], layers: tuple[int, ...]
+) -> None:
+    model = model_arguments(**ONE_LAYER_HEAD, **changed)
+    split = split_layers(model, v_shape(4), "auto", None, encoder=encoder)
+    assert split.layers == layers
+
+
+def test_prediction_with_an_encoder_and_even_layers() -> None:
+    model = model_arguments(**ONE_LAYER_HEAD)
+    assert split_layers(model, v_shape(4), None, None).estimate is None
+    trained = split_layers(model, v_shape(4), None, None, encoder=Encoder(2.0)).estimate
+    frozen = split_layers(
+        model, v_shape(4), None, None, encoder=Encoder(2.0, is_frozen=True)
+    ).estimate
+    assert trained is not None
+    assert frozen is not None
+    assert trained.forward_us[:2] == frozen.forward_us[:2] == pytest.approx((1.5, 1))
+    assert trained.backward_us[0] == trained.weight_us[0] == pytest.approx(1.5)
+    assert frozen.backward_us[0] == frozen.weight_us[0] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("text", "encoder"),
+    [("3.2", Encoder(3.2)), ("12:frozen", Encoder(12, is_frozen=True)), ("0", Encoder(0))],
+)
+def test_encoder_option(text: str, encoder: Encoder) -> None:
+    options = Options(schedule="v-half", encoder_layers=text)
+    options.check()
+    assert options.encoder == encoder
+    assert Options(encoder_layers=encoder.layers).encoder == Encoder(encoder.layers)
+
+
+@pytest.mark.parametrize("text", ["", "-1", "3.2:trained", "3,2", "nan"])
+def test_invalid_encoder_option_is_rejected(text: str) -> None:
+    with pytest.raises(UnsupportedError, match="encoder-layers .* is not a number of layers"):
+        Options(schedule="v-half", encoder_layers=text).check()
+
+
+def test_better_split_of_measured_costs() -> None:
+    """A first stage that is twice as long as the others, as with an encoder."""
+    stage_map = StageMap(v_shape(2), (4, 4, 4, 4))
+    even = Costs.uniform(2, 4, 100, 100, 100, 5)
+    assert better_split(even, stage_map, ()) is None
+    costs = replace(
+        even,
+        **dict.fromkeys(("forward_us", "backward_us", "weight_us"), (200.0, 100.0, 100.0, 100.0)),
+    )
+    assert better_split(costs, stage_map, ()) == (1, 5, 5, 5)
 
 
 def test_limit_in_gib_splits_layers_by_the_total_memory_of_a_rank() -> None:

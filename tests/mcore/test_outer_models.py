@@ -13,6 +13,7 @@ pytest.importorskip("megatron.training")
 
 PLUGIN = Path(__file__).with_name("outer_model.py")
 RANKS = 4
+WARNING = "OuterModel has an encoder on the first stage, and all stages have"
 
 
 class Trained(NamedTuple):
@@ -21,6 +22,7 @@ class Trained(NamedTuple):
     losses: list[torch.Tensor]
     gradients: dict[str, torch.Tensor]
     encoders: list[list[int]]  # numbers of the layers of each encoder
+    output: str
 
 
 def train(farm: Farm, folder: Path, **options: Any) -> Trained:
@@ -31,7 +33,7 @@ def train(farm: Farm, folder: Path, **options: Any) -> Trained:
     trainer = folder / "trainer.py"
     trainer.write_text("from outer_model import start")
     options = {"library": "bridge", "directory": str(folder)} | options
-    farm.run(RANKS, plugin=trainer, given=options).check()
+    output = farm.run(RANKS, plugin=trainer, given=options).check().output
     records = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
     return Trained(
         losses=[loss for record in records for loss in record["losses"]],
@@ -39,6 +41,7 @@ def train(farm: Farm, folder: Path, **options: Any) -> Trained:
             name: value for record in records for name, value in record["gradients"].items()
         },
         encoders=[layers for record in records for layers in record["encoders"]],
+        output="".join(output),
     )
 
 
@@ -72,10 +75,20 @@ def stock(farm: Farm, tmp_path_factory: pytest.TempPathFactory) -> Trained:
 def test_gradients_equal_1f1b(
     farm: Farm, tmp_path: Path, stock: Trained, library: str, schedule: str
 ) -> None:
-    assert_equal(train(farm, tmp_path, library=library, schedule=schedule), stock)
+    run = train(farm, tmp_path, library=library, schedule=schedule)
+    assert_equal(run, stock)
+    assert run.output.count(WARNING) == 1
     encoder = [name for name in stock.gradients if not name.startswith("language_model")]
     assert len(encoder) == 2 * (2 + 3 * 12 + 2)  # patches, three layers, final norm; two steps
     assert all(stock.gradients[name].any() for name in encoder)
+
+
+def test_balanced_layers_equal_1f1b(farm: Farm, tmp_path: Path, stock: Trained) -> None:
+    options = {"layer_split": "auto", "encoder_layers": 2}
+    run = train(farm, tmp_path, schedule="v-half", options=options)
+    assert_equal(run, stock)
+    assert "layers per stage, in model order: 0,1,1,1,1,2,2,0" in run.output
+    assert WARNING not in run.output
 
 
 @pytest.mark.parametrize("schedule", ["v-half", "v-zb"])

@@ -168,6 +168,13 @@ class Share(NamedTuple):
         return replace(scaled_piece, others=extra_amounts)
 
 
+class Encoder(NamedTuple):
+    """The cost of an image encoder: its forward takes as long as that of `layers` layers."""
+
+    layers: float
+    is_frozen: bool = False  # no backward
+
+
 @dataclass(frozen=True, slots=True)
 class Pieces:
     """Costs of one layer, and additional costs of the embedding and the output layer."""
@@ -245,6 +252,13 @@ class Pieces:
         )
         return cls(layer, layer.times(0.0), head, send_us)
 
+    def with_encoder(self, encoder: Encoder) -> "Pieces":
+        """Add an encoder to the first stage."""
+        piece = self.layer.times(encoder.layers)
+        if encoder.is_frozen:
+            piece = Piece(piece.forward_us, 0.0, 0.0, 0.0, 0.0)
+        return replace(self, first=self.first.plus(piece))
+
     def costs(self, layers: Sequence[int]) -> Costs:
         """Compute the costs of stages with these numbers of layers."""
         stages = [share.of(self.layer) for share in Share.of_stages(layers, self.shares)]
@@ -281,17 +295,20 @@ class Pieces:
         layer = self.layer if share is None else share.of(self.layer)
         return replace(self, last=with_predicting(self.last, layer, count, merging_in_layers))
 
-    def balanced(self, num_layers: int, placement: Placement) -> tuple[int, ...]:
+    def balanced(
+        self, num_layers: int, placement: Placement, least_first: int = 0
+    ) -> tuple[int, ...]:
         """Compute the number of layers of every stage with the least work on the busiest device.
 
         Each layer goes to the device with the least work, and there to the stage with the least
-        work. For equal layers this is optimal. Inner stages have at least one layer.
+        work. For equal layers this is optimal. Inner stages have at least one layer. With equal
+        layers, the first stage has at least `least_first`.
 
         Raises:
-            ScheduleError: there are fewer layers than inner stages.
+            ScheduleError: there are fewer layers than that.
         """
         # The outer stages start empty: the embedding and output layer alone make them useful.
-        layers = [0, *(1,) * (len(placement) - 2), 0] if len(placement) > 1 else [0]
+        layers = [least_first, *(1,) * (len(placement) - 2), 0] if len(placement) > 1 else [0]
         check_stages(num_layers, sum(layers), len(placement))
         layer_us = self.layer.time_us or 1.0
         min_us = MIN_LAYERS * layer_us

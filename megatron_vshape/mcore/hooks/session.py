@@ -29,6 +29,7 @@ from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,
     check_one_module,
+    model_with_encoder,
     name_keywords,
     refusing,
     refusing_together,
@@ -220,6 +221,15 @@ class Session:
         check_layers(pipeline.stage_map, rank, unwrapped_chunks)
         for feature in features():
             feature.check_chunks(pipeline, rank, unwrapped_chunks)
+        name, choice = model_with_encoder(unwrapped_chunks), pipeline.choice
+        if name is not None and choice.costs is None and choice.estimate is None:
+            logger.log(
+                logging.DEBUG if dist.get_rank() else logging.WARNING,
+                "%s has an encoder on the first stage, and all stages have %d layers. Balance them "
+                "with --pipeline-layer-split auto and --pipeline-encoder-layers X",
+                name,
+                pipeline.stage_map.layers[0],
+            )
 
     def connect(
         self,

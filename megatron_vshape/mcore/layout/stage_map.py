@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import AUTO_SPLIT, even_layers, parse_layers
-from megatron_vshape.core.model.pieces import Pieces, Share
+from megatron_vshape.core.model.pieces import Encoder, Pieces, Share, pieces_from_costs
 from megatron_vshape.core.model.placement import Placement, chunks_of, stages_of
 from megatron_vshape.core.planner.lighter import fitting_layers
 from megatron_vshape.mcore.layout.sizes import ModelSizes, option_reader, sizes_of
@@ -191,6 +191,7 @@ def split_layers(
     costs: Costs | None,
     limit_bytes: float | None = None,
     ends: ModelEnds | None = None,
+    encoder: Encoder | None = None,
 ) -> Split:
     """Return the split that `text` specifies, or the even split.
 
@@ -207,6 +208,7 @@ def split_layers(
         limit_bytes: Memory limit per rank, including model states, if the costs include these.
         ends: Makes the costs if no stage has the embedding and the output layer; None: the first
             and the last stage have them.
+        encoder: The image encoder on the first stage, unless measured costs include it.
 
     Raises:
         ScheduleError: The layers or the costs do not fit the stages.
@@ -214,11 +216,14 @@ def split_layers(
     # On every rank alike, without communication: it depends on options and files only.
     layers, measured = specified_layers(args, placement, text, costs)
     sizes = _sizes(args)
+    estimated = estimated_pieces(sizes, len(placement))
+    if encoder is not None:
+        estimated = estimated.with_encoder(encoder)
     if layers is None:
-        pieces = measured or estimated_pieces(sizes, len(placement))
+        pieces = measured or estimated
         if ends is not None:
             pieces = ends.without(sizes, pieces)
-        layers = pieces.balanced(sizes.num_layers, placement)
+        layers = pieces.balanced(sizes.num_layers, placement, _num_deepstack_levels(args))
         if limit_bytes is not None and measured is not None:
             layers = fitting_layers(pieces, layers, placement, limit_bytes)
     if text is not None and os.environ.get("RANK", "0") == "0":
@@ -226,8 +231,9 @@ def split_layers(
         logger.info("layers per stage, in model order: %s", layers_text)
     if ends is not None:
         return ends.split(args, sizes, layers, placement, costs)
-    unlike = len(set(Share.of_stages(layers, sizes.shares))) > 1 or sizes.predicting > 0
-    estimate = estimated_pieces(sizes, len(placement)).costs(layers) if unlike else None
+    has_unequal_layers = len(set(Share.of_stages(layers, sizes.shares))) > 1
+    unlike = has_unequal_layers or sizes.predicting > 0 or encoder is not None
+    estimate = estimated.costs(layers) if unlike else None
     if costs is not None and measured is not None and costs.layers != layers:
         if costs.layers is not None or text == AUTO_SPLIT:
             costs = measured.costs(layers)
@@ -272,6 +278,27 @@ def estimated_pieces(sizes: ModelSizes, num_stages: int) -> Pieces:
     """
     pieces = Pieces.estimated(sizes.head_in_layers, sizes.blocks / num_stages)
     return with_predicting(replace(pieces, shares=sizes.shares), sizes)
+
+
+def better_split(
+    costs: Costs, stage_map: StageMap, shares: tuple[Share, ...]
+) -> tuple[int, ...] | None:
+    """Return the balanced layers per stage if they shorten the work of the busiest rank by 3%.
+
+    Args:
+        costs: Measured costs of the stages of `stage_map`.
+        stage_map: The stages of the run.
+        shares: The share of each layer; empty if all are identical.
+    """
+    pieces = Pieces.of(costs, stage_map.layers, shares)
+
+    def busiest_us(stage_costs: Costs) -> float:
+        stage_pieces = pieces_from_costs(stage_costs)
+        ranks = (stage_map.stages(rank) for rank in range(stage_map.num_ranks))
+        return max(sum(stage_pieces[stage].time_us for stage in stages) for stages in ranks)
+
+    layers = pieces.balanced(sum(stage_map.layers), stage_map.placement)
+    return layers if busiest_us(pieces.costs(layers)) < 0.97 * busiest_us(costs) else None
 
 
 def with_predicting(pieces: Pieces, sizes: ModelSizes) -> Pieces:

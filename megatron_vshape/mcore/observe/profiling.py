@@ -26,6 +26,7 @@ from megatron_vshape.core.model.files import MEASURED
 from megatron_vshape.core.model.pieces import Piece, costs_from_pieces, pieces_from_costs
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.program.instructions import Program
+from megatron_vshape.mcore.layout.stage_map import better_split
 from megatron_vshape.mcore.observe.report import (
     Checked,
     PredictedStep,
@@ -244,6 +245,11 @@ class Profiler:
         with refusing():
             plan = planner.plan_step(program.schedule.num_microbatches)
         self.report.remeasure()
+        choice, stage_map = planner.choice, self.pipeline.stage_map
+        layers = better_split(costs, stage_map, choice.layer_shares)
+        if layers is not None and not choice.shards_output_layer:
+            text = ",".join(map(str, layers))
+            self._log("the next run is faster with --pipeline-layer-split %s", text)
         plan_prediction = prediction_of(plan.program.schedule, costs, rest_us)
         self._log(
             "measured costs: %s -> %s, from the next step on",

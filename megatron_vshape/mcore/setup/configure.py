@@ -323,7 +323,9 @@ def _split(model: Any, choice: ScheduleChoice, options: Options) -> Split:
     """Return the layers of every stage, and the costs of these stages."""
     text, limit_bytes = options.layer_split, _limit_bytes(choice, options)
     ends = next(filter(None, (feature.ends(choice) for feature in features())), None)
-    return split_layers(model, choice.placement, text, choice.costs, limit_bytes, ends)
+    return split_layers(
+        model, choice.placement, text, choice.costs, limit_bytes, ends, options.encoder
+    )
 
 
 def _limit_bytes(choice: ScheduleChoice, options: Options) -> float | None:

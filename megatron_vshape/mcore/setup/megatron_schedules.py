@@ -135,7 +135,8 @@ def _split_megatrons_own(args: Namespace, options: Options) -> None:
         )
     check_splits_nothing_else(args, options.schedule)
     chunks = args.num_virtual_stages_per_pipeline_rank or 1
-    split = split_layers(args, looping(ranks, chunks), text, options.costs())
+    placement = looping(ranks, chunks)
+    split = split_layers(args, placement, text, options.costs(), encoder=options.encoder)
     args.pipeline_model_parallel_layout = megatrons_text(split.layers, num_predicting(args))
     args.num_virtual_stages_per_pipeline_rank = None  # the layout text defines the number
 
