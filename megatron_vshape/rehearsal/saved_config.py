@@ -178,7 +178,18 @@ def _sections(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             for section in ("model", "optimizer", "ddp"):
                 if key in sections[section] and value is not None:
                     sections[section][key] = _plain(value)
+    _remove_encoder(sections["model"])
     return sections
+
+
+def _remove_encoder(model: dict[str, Any]) -> None:
+    """Reduce a vision-language model to its language model, which has one position per token."""
+    if model.pop("vision_config", None) is None:
+        return
+    logger.warning("the estimate does not include the image encoder on the first stage")
+    if model.get("position_embedding_type") == "mrope":
+        model["position_embedding_type"] = "rope"
+        model.pop("mrope_section", None)
 
 
 def _plain(value: Any) -> Any:

@@ -125,6 +125,18 @@ def test_megatrons_arguments_make_the_configuration_that_was_saved(
                 assert as_written(getattr(args, key)) in (as_read(value), value), key
 
 
+def test_encoder_is_not_included(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    content = saved("dense")
+    assert content["model"]["position_embedding_type"] == "rope"
+    content["model"] |= {"vision_config": {"_target_": "transformers.Qwen3VLVisionConfig"}}
+    content["model"] |= {"position_embedding_type": "mrope", "mrope_section": [2, 3, 3]}
+    with caplog.at_level(logging.WARNING):
+        command = read_command([written(tmp_path, content)])
+    assert command.flags == read_command([str(SAVED / "dense.yaml")]).flags
+    assert "the estimate does not include the image encoder" in caplog.text
+    assert "vision_config" not in caplog.text
+
+
 def test_dtypes_of_gradients_and_moments_follow_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     args = parsed(read_command([str(SAVED / "experts.yaml")]).flags, 8, monkeypatch)
     assert args.grad_reduce_in_bf16
