@@ -16,6 +16,7 @@ from megatron_vshape.core.model.placement import Placement, linear, looping, v_s
 from megatron_vshape.mcore.hooks.core_hooks import embedding_ranks
 from megatron_vshape.mcore.layout import stage_map
 from megatron_vshape.mcore.layout.stage_map import StageMap, megatrons_text
+from megatron_vshape.mcore.setup.choice import ScheduleChoice, known_to_lose
 from megatron_vshape.mcore.setup.configure import StageLayout
 
 
@@ -119,6 +120,13 @@ def test_deepstack_layers_are_on_the_first_stage(model: SimpleNamespace) -> None
 )
 def test_models_without_deepstack_need_no_layers(model: SimpleNamespace) -> None:
     stage_map.check_deepstack(StageMap(v_shape(2), (2, 2, 2, 2)), model)
+
+
+@pytest.mark.parametrize(("granularity", "count"), [("full", 1), ("selective", 0), (None, 0)])
+def test_deepstack_with_full_recompute_is_logged(granularity: str | None, count: int) -> None:
+    model = SimpleNamespace(vision_config=LEVELS, recompute_granularity=granularity)
+    warnings = "".join(known_to_lose(model, ScheduleChoice(2, "v-half")))
+    assert warnings.count("deepstack mergers get no gradients") == count
 
 
 def test_stage_map_knows_its_ends() -> None:

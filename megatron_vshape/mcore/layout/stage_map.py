@@ -120,7 +120,7 @@ def check_deepstack(stage_map: StageMap, model: Any) -> None:
     The first layers of Qwen3-VL add features of inner layers of the image encoder (deepstack),
     which only the first stage has.
     """
-    num_levels = _num_deepstack_levels(model)
+    num_levels = num_deepstack_levels(model)
     if num_levels > stage_map.layers[0]:
         raise ScheduleError(
             f"deepstack_visual_indexes has {num_levels} levels, which need that many layers in the "
@@ -129,7 +129,7 @@ def check_deepstack(stage_map: StageMap, model: Any) -> None:
         )
 
 
-def _num_deepstack_levels(model: Any) -> int:
+def num_deepstack_levels(model: Any) -> int:
     """Return the number of layers of a library's model that add image features.
 
     Megatron-Bridge and mcore-bridge state it in the config of the encoder, mbridge in the config
@@ -223,7 +223,7 @@ def split_layers(
         pieces = measured or estimated
         if ends is not None:
             pieces = ends.without(sizes, pieces)
-        layers = pieces.balanced(sizes.num_layers, placement, _num_deepstack_levels(args))
+        layers = pieces.balanced(sizes.num_layers, placement, num_deepstack_levels(args))
         if limit_bytes is not None and measured is not None:
             layers = fitting_layers(pieces, layers, placement, limit_bytes)
     if text is not None and os.environ.get("RANK", "0") == "0":

@@ -32,6 +32,7 @@ from megatron_vshape.mcore.layout.stage_map import (
     check_ends,
     check_hash_layers,
     check_tied_embeddings,
+    num_deepstack_levels,
 )
 from megatron_vshape.mcore.options import Options, schedule_names
 from megatron_vshape.mcore.refusals import BATCH_SIZES
@@ -230,7 +231,7 @@ def narrowed(settings: Settings) -> ScheduleChoice:
 
 
 def known_to_lose(model: Any, choice: ScheduleChoice) -> Iterator[str]:
-    """Yield a warning for combinations that are slower than Megatron's schedule."""
+    """Yield a warning for combinations that are slower than Megatron's schedule or train less."""
     has_full_recompute = getattr(model, "recompute_granularity", None) == "full"
     if has_full_recompute and choice.name in NAMES and make(choice.name, 2, 2).splits_backward:
         yield (
@@ -238,6 +239,11 @@ def known_to_lose(model: Any, choice: ScheduleChoice) -> Iterator[str]:
             "prevents "
             "that: it is slower than interleaved-1f1b and may need no recomputation; "
             "megatron-vshape advise compares them"
+        )
+    if has_full_recompute and num_deepstack_levels(model):
+        yield (
+            "with --recompute-granularity full, Megatron-Bridge's deepstack mergers get no "
+            "gradients, under Megatron's schedules too: use selective recomputation to train them"
         )
 
 
