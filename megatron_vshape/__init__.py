@@ -107,6 +107,7 @@ def register(**options: Any) -> None:
     * `host_memory_limit_gib`: limit of host memory per rank for offloading
     * `costs_file`: costs of every stage, for "auto"
     * `layer_split`: "auto" or "N,N,..."
+    * `encoder_layers`: forward time of the image encoder in layers, or "N:frozen"
     * `vocab_parallel`: vocabulary parallelism (True or False)
     * `slices`: sequence slices per microbatch
     * `profile_steps`: first and last step to measure
