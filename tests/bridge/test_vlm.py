@@ -55,7 +55,7 @@ COMPARISONS = {
         {"model": "qwen3", "recompute": "full"}, ("v-half",), 118, 51
     ),
     "Qwen3-VL-MoE": Comparison({"model": "qwen3-moe"}, ("v-half",), 174, 51),
-    "GLM-4.5V": Comparison({"model": "glm45v"}, ("v-half",), 0, 0),
+    "GLM-4.5V": Comparison({"model": "glm45v"}, ("v-half",), 141, 27),
 }
 
 REJECTED = {
