@@ -312,7 +312,7 @@ def configuration(case: SimpleNamespace) -> Any:
         ),
         tokenizer=c.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY - 1),
         logger=c.LoggerConfig(log_interval=1, tensorboard_dir=None),
-        checkpoint=c.CheckpointConfig(save=case.save, load=case.load, save_interval=steps),
+        checkpoint=c.CheckpointConfig(),
         rng=c.RNGConfig(seed=1234),
     )
 
@@ -364,8 +364,6 @@ DEFAULTS = {
     "steps": 2,
     "deepstack": [0],
     "recompute": None,
-    "save": None,
-    "load": None,
 }
 
 
