@@ -80,7 +80,8 @@ def min_memory(costs: Costs, placement: Placement, num_devices: int) -> tuple[fl
     This is the minimum for split backwards: before the first B of a microbatch on a device, all its
     F there have run, for all of its slices. W may run when nothing else is allocated.
     """
-    costs = _with_largest_microbatches(costs)
+    # Only the largest microbatch must fit alone.
+    costs = _with_combined_factors(costs, max)
     fixed = costs.fixed_bytes(placement, num_devices)
     forward, backward, weight = map(costs.works, PARTS)
     peaks: list[float] = []
@@ -197,7 +198,11 @@ def lower_bound(
     device_ends = []
     for device, stages in enumerate(stages_of(placement, num_devices)):
         start = paths.forward[stages[0]]
-        work = num_microbatches * (sum(_work_us(costs, stage) for stage in stages) + device_us)
+        passes_us = sum(
+            costs.forward_us[stage] + costs.backward_us[stage] + costs.weight_us[stage]
+            for stage in stages
+        )
+        work = num_microbatches * (passes_us + device_us)
         ends = [
             start + work,
             start + _memory_bound(costs, held_us, stages, num_microbatches, limits[device]),
@@ -213,10 +218,6 @@ def lower_bound(
         end = end_with_idle(costs, paths, stages, num_microbatches, end_limits, known_end, span)
         best = max(best, end - (paths.forward[stages[0]] if span else 0.0))
     return best
-
-
-def _work_us(costs: Costs, stage: int) -> float:
-    return costs.forward_us[stage] + costs.backward_us[stage] + costs.weight_us[stage]
 
 
 def _extra_slices_us(costs: Costs) -> list[float]:
@@ -252,16 +253,6 @@ def _memory_bound(
     return num_microbatches * area / (limit * (1 + _ROUNDING))
 
 
-def _with_shortest_microbatches(costs: Costs) -> Costs:
-    """Scale every microbatch to the shortest of each pass, and at most to the given cost."""
-    return _with_combined_factors(costs, lambda factors: min(1.0, *factors))
-
-
-def _with_largest_microbatches(costs: Costs) -> Costs:
-    """Scale every microbatch to the longest of each pass, which must fit alone."""
-    return _with_combined_factors(costs, max)
-
-
 def _with_combined_factors(costs: Costs, combine: Callable[[Sequence[float]], float]) -> Costs:
     amounts = {
         name: tuple(combine(factors) * amount for amount in costs.lists()[name])
@@ -286,7 +277,9 @@ def _relax_full_backwards(costs: Costs) -> Costs:
     A schedule at the given costs then runs with each BW as B and W, no slower and with no more
     memory. So bounds for the relaxed costs apply.
     """
-    relaxed = in_passes(_with_shortest_microbatches(costs))
+    # Every microbatch is as short as the shortest of each pass, and at most as long as given.
+    shortest = _with_combined_factors(costs, lambda factors: min(1.0, *factors))
+    relaxed = in_passes(shortest)
     # BW retains F's activations until it ends, even if B would retain more for its W.
     retained_bytes = map(min, costs.held_after_forward_bytes, costs.held_after_backward_bytes)
     relaxed = relaxed.having(held_after_backward_bytes=tuple(retained_bytes))

@@ -55,7 +55,10 @@ def costs_of(schedule: Schedule, costs: Costs | None = None) -> Costs:
     """
     if costs is None:
         return unit_costs(schedule).sliced(schedule.slices)
-    _check_costs(costs, schedule.num_stages)
+    if costs.num_stages != schedule.num_stages:
+        raise ScheduleError(
+            f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}"
+        )
     # `by_microbatch` of whole microbatches has a factor per microbatch, not per slice.
     num_microbatches = schedule.unsliced_microbatches * costs.slices
     for name, factors in costs.by_microbatch:
@@ -73,14 +76,6 @@ def unit_costs(schedule: Schedule) -> Costs:
     Time and memory of other pass types are one unit, too.
     """
     return Costs.uniform(schedule.num_devices, schedule.num_stages, kinds=schedule.kinds)
-
-
-def _check_costs(costs: Costs, num_stages: int) -> None:
-    """Raise ScheduleError unless the costs are for `num_stages` stages."""
-    if costs.num_stages != num_stages:
-        raise ScheduleError(
-            f"the costs are for {costs.num_stages} stages, the schedule has {num_stages}"
-        )
 
 
 class _Simulation:
@@ -465,9 +460,6 @@ class _Stuck:
     def _current(self, queue_index: int) -> Pass:
         return self.queues[queue_index].passes[self.stuck[queue_index]]
 
-    def _lane_of(self, work: Pass) -> ResourceQueue:
-        return self.queues[self.locations[work._replace(kind=work.parts()[0])][0]]
-
     def _find_absent(self) -> str | None:
         """Format a wait for a pass that no device runs; None if the schedule is complete."""
         for queue_index in self.stuck:
@@ -508,7 +500,8 @@ class _Stuck:
         def is_next(dependency: Pass) -> bool:
             return dependency.kind in next_pass.parts() and dependency[1:] == next_pass[1:]
 
-        device = self._lane_of(work).device
+        queue_index, _ = self.locations[work._replace(kind=work.parts()[0])]
+        device = self.queues[queue_index].device
         if any(map(is_next, work.needs_in(self.table))):
             reason = "reads its result"
         elif any(map(is_next, self._needs_of(work))):

@@ -501,10 +501,11 @@ class Timeline:
         if kept is not None and width > kept:
             head = (kept - len(ELLIPSIS) + 1) // 2
             parts = [range(head), range(width - (kept - len(ELLIPSIS) - head), width)]
-        letters = {
-            kind: [_letters(kind, chunk) for chunk in chunks_of(self.schedule.placement)]
-            for kind in self.schedule.kinds
-        }
+        letters = {}
+        for kind in self.schedule.kinds:
+            text = kind[0] + kind[-1] if len(kind.does) > 1 else kind[0]  # two if full backward
+            chunks = chunks_of(self.schedule.placement)
+            letters[kind] = [text if chunk % 2 == 0 else text.lower() for chunk in chunks]
         lanes = sorted(self.schedule.queues(), key=lambda lane: lane.device)
         return "\n".join(
             ELLIPSIS.join(self._draw_lane(lane, letters, column, part) for part in parts).rstrip()
@@ -634,12 +635,6 @@ class Plan:
 def _times_at(row: Sequence[float], positions: Sequence[int]) -> Sequence[float]:
     """Return the times of a queue's passes; the complete row if it is the only queue."""
     return row if len(positions) == len(row) else [row[position] for position in positions]
-
-
-def _letters(kind: Kind, chunk: int) -> str:
-    """Return the letters of a pass in a picture: two for a full backward."""
-    letters = kind if chunk % 2 == 0 else kind.lower()
-    return letters[0] + letters[-1] if len(kind.does) > 1 else letters[0]
 
 
 def _parse_count(name: str, value: object) -> int:

@@ -317,7 +317,9 @@ class _Race:
             # The first round always runs, so that every order is improved once.
             if number and is_over():
                 return runners
-            for steps in _split_steps(share):
+            num_parts = -(-share // MAX_STEPS_AT_ONCE)
+            for part in range(num_parts):
+                steps = share * (part + 1) // num_parts - share * part // num_parts
                 jobs = [(*pair, steps) for pair in runners]
                 # Batches of one job per core, so that the time limit and progress are checked in
                 # between.
@@ -369,14 +371,6 @@ class _Race:
             yield StrategyResult(
                 strategy, min(values, default=None), min(search.bound for search in searches)
             )
-
-
-def _split_steps(steps: int) -> list[int]:
-    """Split the steps into parts of at most `MAX_STEPS_AT_ONCE`."""
-    num_parts = -(-steps // MAX_STEPS_AT_ONCE)
-    return [
-        steps * (part + 1) // num_parts - steps * part // num_parts for part in range(num_parts)
-    ]
 
 
 def _improve_runner(

@@ -435,8 +435,12 @@ class _PassInserter:
         if self.remaining[device]:
             scheduled = self._action_of(self.remaining[device][0], device)
         filler = self._next_filler(device, now)
-        if filler is not None and self._fits(filler, scheduled, device):
-            options.append(filler)
+        if filler is not None:
+            # With too many logits in memory, T runs even if it delays the scheduled pass.
+            is_required = self.num_logits[device] - self.num_weights[device] > self.max_pending
+            filler_us = self.times_us[HEAD_WEIGHT][self.first_stages[device]]
+            if filler.start_us + (0.0 if is_required else filler_us) <= scheduled.start_us:
+                options.append(filler)
         if scheduled.start_us > now:
             options += self._early_actions(scheduled, device)
         # The earliest start; on ties a collective pass, then T, then a later pass.
@@ -468,12 +472,6 @@ class _PassInserter:
                 and action.start_us + min_duration_us <= scheduled.start_us
             ):
                 yield action
-
-    def _fits(self, filler: _Action, scheduled: _Action, device: int) -> bool:
-        # With too many logits in memory, T runs even if it delays the scheduled pass.
-        is_required = self.num_logits[device] - self.num_weights[device] > self.max_pending
-        duration_us = 0.0 if is_required else self.times_us[HEAD_WEIGHT][self.first_stages[device]]
-        return filler.start_us + duration_us <= scheduled.start_us
 
     def _next_filler(self, device: int, now: float) -> _Action | None:
         """Return the next T, if the S of the next microbatch has run."""

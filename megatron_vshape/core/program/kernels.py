@@ -137,7 +137,10 @@ def deadlocks_under_device_sync(
                     and work not in sent_passes
                 )
                 # Behind another transfer of its stream, this one would block the hardware queue.
-                if is_too_soon or _is_behind(message, local_transfers):
+                is_behind = any(
+                    message[1:] == transfer[1:] for transfer in local_transfers.values()
+                )
+                if is_too_soon or is_behind:
                     break
                 if isinstance(instruction, Send):
                     sent_passes.add(work)
@@ -155,13 +158,6 @@ def deadlocks_under_device_sync(
     return {
         device: row[position] for device, (position, row) in enumerate(rows) if position < len(row)
     }
-
-
-def _is_behind(message: Message, open_transfers: Mapping[Pass, Message]) -> bool:
-    """Check whether another message of the same stream and devices is open."""
-    return bool(open_transfers) and any(
-        message[1:] == open_message[1:] for open_message in open_transfers.values()
-    )
 
 
 class _Placed:
