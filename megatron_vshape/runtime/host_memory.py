@@ -84,8 +84,11 @@ class HostMemory:
         blocks that are about to return. Exhausted memory is logged once.
         """
         with self._lock:
-            size = self._size_of_block(num_bytes)
-            count = -(-num_bytes // size)
+            if not self._block_bytes:
+                # The power of two at or below 1/HOST_BLOCKS of the first request.
+                power = max(1, num_bytes // HOST_BLOCKS).bit_length() - 1
+                self._block_bytes = min(MOST_BLOCK_BYTES, 1 << power)
+            count = -(-num_bytes // self._block_bytes)
             # Waiting is cheaper than growing, which synchronizes the GPU.
             self._lock.wait_for(
                 lambda: len(self._free) >= count or not self._returning, LONGEST_LAUNCH_SECONDS
@@ -113,13 +116,6 @@ class HostMemory:
         with self._lock:
             self._free.clear()
             self.nbytes = 0
-
-    def _size_of_block(self, num_bytes: int) -> int:
-        if not self._block_bytes:
-            # The power of two at or below 1/HOST_BLOCKS of the first request.
-            power = max(1, num_bytes // HOST_BLOCKS).bit_length() - 1
-            self._block_bytes = min(MOST_BLOCK_BYTES, 1 << power)
-        return self._block_bytes
 
     def _grow(self, count: int) -> bool:
         """Allocate `count` more blocks; return False if there is not enough memory."""

@@ -218,11 +218,16 @@ def measured_costs(
             gaps += [slot.start - before.end for before, slot in pairs if slot.work.kind is Kind.W]
     # Medians, because single passes may be disturbed.
     middle = {key: statistics.median(values) for key, values in times.items()}
+    paired = {
+        work[:2]
+        for timeline in timelines
+        for pair in timeline.schedule.overlapped_pairs().items()
+        for work in pair
+    }
     # Pass types that ran only in F&B pairs have no separate time.
     middle |= {
         (kind, stage): statistics.median(alone)
-        for kind, stage in {key for slot in timelines for key in _in_overlapped_pairs(slot)}
-        - set(middle)
+        for kind, stage in paired - set(middle)
         if (alone := [us for key, us in middle.items() if key[0] is kind])
     }
     stages = range(timelines[0].schedule.num_stages)
@@ -241,12 +246,6 @@ def measured_costs(
         host_us=max(0.0, statistics.median(gaps)) if gaps else 0.0,
     )
     return costs.having(**dict(_shared_times(times, stages)))
-
-
-def _in_overlapped_pairs(timeline: Timeline) -> set[tuple[Kind, int]]:
-    """Return the pass types and stages that ran in F&B pairs."""
-    pairs = timeline.schedule.overlapped_pairs().items()
-    return {work[:2] for pair in pairs for work in pair}
 
 
 def _shared_times(

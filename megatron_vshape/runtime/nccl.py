@@ -45,32 +45,26 @@ def pair_options(
     Settings that the user has given the group `like` are copied. Otherwise the communicator uses
     few thread blocks and a high-priority stream, so that messages do not queue behind computation.
     """
-    group_options = None if like is None else _group_options(like)
+    group_options = (
+        None if like is None else getattr(like._get_backend(torch.device("cuda")), "options", None)
+    )
     set_fields = {} if group_options is None else _set_fields(group_options.config)
     is_high = (
         True if group_options is None or not set_fields else group_options.is_high_priority_stream
     )
     options = dist.ProcessGroupNCCL.Options(is_high)
+    # torchrun, and SLURM by default, number ranks node by node; a wrong guess costs only speed.
+    node_size = ranks_in_environment() or 1
+    are_of_one_node = len({rank // node_size for rank in ranks}) == 1 < len(ranks)
+    max_blocks = THREAD_BLOCKS_IN_NODE if are_of_one_node else THREAD_BLOCKS
     # Copy field by field: a copied config would share the name's memory, which NCCL frees with
     # each communicator.
-    max_blocks = THREAD_BLOCKS_IN_NODE if _are_of_one_node(ranks) else THREAD_BLOCKS
     for name, value in (set_fields or {"max_ctas": max_blocks}).items():
         setattr(options.config, name, value)
     options._timeout = timeout
     if hasattr(options, "lazy_init"):
         options.lazy_init = True
     return options
-
-
-def _are_of_one_node(ranks: Sequence[int]) -> bool:
-    """Return whether the ranks share a node, according to the launcher's ranks per node."""
-    size = ranks_in_environment() or 1
-    # torchrun, and SLURM by default, number ranks node by node; a wrong guess costs only speed.
-    return len({rank // size for rank in ranks}) == 1 < len(ranks)
-
-
-def _group_options(group: dist.ProcessGroup) -> Any:
-    return getattr(group._get_backend(torch.device("cuda")), "options", None)
 
 
 def _set_fields(config: Any) -> dict[str, int | str]:

@@ -335,17 +335,11 @@ class Transport:
         return [*self._connecting, *collectives, *sends, *posted]
 
     def _begin_watch(self) -> Watch:
-        name_device = (
-            partial(torch.cuda.set_device, self._index())
-            if self._torch_device.type == "cuda"
-            else lambda: None
-        )
+        is_cuda, index = self._torch_device.type == "cuda", self._torch_device.index
+        if is_cuda and index is None:
+            index = torch.cuda.current_device()  # of this thread, not the watch
+        name_device = partial(torch.cuda.set_device, index) if is_cuda else lambda: None
         return Watch(self._timeout_s, self._under_way, self._describe_last, name_device=name_device)
-
-    def _index(self) -> int:
-        """Return the GPU's index; "cuda" without an index is this thread's current GPU."""
-        index = self._torch_device.index
-        return torch.cuda.current_device() if index is None else index
 
     def _describe_last(self) -> str:
         """Format the last message of this rank, without a query to the GPU."""
