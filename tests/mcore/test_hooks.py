@@ -148,9 +148,7 @@ def test_training_without_a_schedule_is_upstream(monkeypatch: pytest.MonkeyPatch
     calls: list[Any] = []
     result = object()
     monkeypatch.setattr(training, "get_args", lambda: types.SimpleNamespace())
-    monkeypatch.setattr(
-        training, "_print_if_any", lambda line: pytest.fail(str(line)) if line else 0
-    )
+    monkeypatch.setattr(training, "print_rank_0", pytest.fail)
     arguments = [object() for _ in range(3)]
     assert training.train(Session(), spy_on(None, calls, result))(*arguments, a=result) is result
     assert calls == [(tuple(arguments), {"a": result})]

@@ -391,14 +391,11 @@ def _print_results(session: Session) -> None:
         group = parallel_state.get_pipeline_model_parallel_group()
         copies = parallel_state.get_data_parallel_world_size()
         try:
-            _print_if_any(session.runner.report.closing_line(group, copies))
+            closing_line = session.runner.report.closing_line(group, copies)
+            if closing_line is not None:
+                print_rank_0(closing_line)
         except ScheduleError as error:  # Megatron saves the last checkpoint after this report
             logger.warning("no closing report: %s", error)
-
-
-def _print_if_any(line: str | None) -> None:
-    if line is not None:
-        print_rank_0(line)
 
 
 _TRAINER = "megatron.training"

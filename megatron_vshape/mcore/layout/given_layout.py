@@ -109,17 +109,14 @@ def regrouped(layers: Sequence[int], num_stages: int) -> tuple[int, ...] | None:
         ]
     elif num_stages % num_given == 0:
         parts = num_stages // num_given
-        split_stages = [_cut(count, parts, stage == 0) for stage, count in enumerate(layers)]
-        stages = [count for part in split_stages for count in part]
+        stages = []
+        for stage, num_layers in enumerate(layers):
+            min_layers, num_longer = divmod(num_layers, parts)
+            counts = [min_layers] * (parts - num_longer) + [min_layers + 1] * num_longer
+            stages += counts if stage == 0 else counts[::-1]
     else:
         return None
     return tuple(stages) if all(stages[1:-1]) else None
-
-
-def _cut(count: int, parts: int, shorter_first: bool) -> list[int]:
-    min_layers, num_longer = divmod(count, parts)
-    counts = [min_layers] * (parts - num_longer) + [min_layers + 1] * num_longer
-    return counts if shorter_first else counts[::-1]
 
 
 def nearest(
