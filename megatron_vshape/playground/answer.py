@@ -75,19 +75,15 @@ def _recipe(choice: ScheduleChoice, request: Request, pricing: Pricing) -> str:
         if any(extra_times):
             cost_arguments += f" --{name} {','.join(map(argument, extra_times))}"
     if isinstance(choice, PlanChoice):
-        return f"plan {size}{cost_arguments}{_plan_options(choice, request, pricing)}"
+        limit = argument(choice.limit) + ("GiB" if choice.limit_in_gib else "")
+        seconds = "" if choice.seconds is None else f" --seconds {argument(choice.seconds)}"
+        # By default, the command uses the maximum chunks for the layers, so set the number.
+        num_chunks = pricing.plan_costs(request.devices).num_stages // request.devices
+        return f"plan {size}{cost_arguments} --memory-limit {limit} --chunks {num_chunks}{seconds}"
     if isinstance(choice, FileChoice):
         return f"schedule {choice.file.argument}{cost_arguments}"
     chunks = "" if choice.chunks is None else f":{choice.chunks}"
     return f"schedule {choice.name}{chunks} {size}{cost_arguments}"
-
-
-def _plan_options(choice: PlanChoice, request: Request, pricing: Pricing) -> str:
-    limit = argument(choice.limit) + ("GiB" if choice.limit_in_gib else "")
-    seconds = "" if choice.seconds is None else f" --seconds {argument(choice.seconds)}"
-    # By default, the command uses the maximum chunks for the layers, so set the number.
-    chunks = pricing.plan_costs(request.devices).num_stages // request.devices
-    return f" --memory-limit {limit} --chunks {chunks}{seconds}"
 
 
 def _steps(request: Request, choice: ScheduleChoice, report: Report) -> Iterator[Picture]:

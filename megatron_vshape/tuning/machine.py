@@ -38,7 +38,13 @@ class Machine:
                 was not measured on its GPU.
         """
         device, link = cluster.device, cluster.host_link
-        matches = [name for name in GPUS if _has_word(device.name.lower(), name)]
+        device_name = device.name.lower()
+        # Only complete words match: GH200-96GB contains gh200, but not h200.
+        matches = [
+            name
+            for name in GPUS
+            if re.search(rf"(?<![a-z0-9]){re.escape(name)}(?![a-z0-9])", device_name)
+        ]
         like = GPUS[max(matches, key=len, default=UNKNOWN)]
         assumptions = dict(cluster.assumptions)
         # A cluster file's own value includes NCCL's buffers.
@@ -56,7 +62,7 @@ class Machine:
         wide = device.peak_tflops * 1e12
         gpu = replace(
             like,
-            name=like.name if matches else device.name.lower(),
+            name=like.name if matches else device_name,
             memory_bytes=int(device.memory_gib * GIB),
             multiprocessors=device.processors,
             bf16_flops=wide,
@@ -87,11 +93,6 @@ class Machine:
         activation_bytes, byte_us = costs.held_after_forward_bytes, 1e6 / self.gpu.host_rate
         copied_us = tuple(byte_us * max(num_bytes, 1.0) for num_bytes in activation_bytes)
         return with_copies_of(costs, copied_us, activation_bytes, copied_us)
-
-
-def _has_word(text: str, word: str) -> bool:
-    """Return whether the text contains the word: GH200-96GB contains gh200, but not h200."""
-    return re.search(rf"(?<![a-z0-9]){re.escape(word)}(?![a-z0-9])", text) is not None
 
 
 def _beside_gib(cluster: "Cluster", gpu: Gpu) -> float:
