@@ -26,11 +26,6 @@ def case_of(has_experts: bool, experts_ranks: int, span: int, gpu: Gpu) -> str:
     return BETWEEN if apart else WITHIN
 
 
-def _is_measured(gpu: Gpu) -> bool:
-    """Return whether published runs on this GPU are in the fit."""
-    return gpu.name.upper() in LEFT_OUT
-
-
 def threshold(case: str) -> float:
     """Return the fraction of the step time below which a gain is not significant.
 
@@ -48,7 +43,7 @@ def sentences(case: str, gpu: Gpu) -> list[str]:
         f"published runs within {errors.ninth_percent:g}% (their model on their system left out "
         "of the fit)."
     ]
-    if not _is_measured(gpu):
+    if gpu.name.upper() not in LEFT_OUT:
         texts.append(
             f"The rates of {gpu.name.upper()} are a guess from its data sheet: no published run on "
             "it was compared. Absolute times can be wrong by 1.5x or more."

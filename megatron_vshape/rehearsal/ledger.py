@@ -362,7 +362,12 @@ class Ledger(TorchDispatchMode):
             operation = operation_of(func, args, out, moved, scratch)
             if operation is not None:
                 self._known[key] = operation
-        new_tensors = [tensor for tensor in tensors_in((out,)) if not self._is_counted(tensor)]
+        new_tensors: list[Tensor] = [
+            tensor
+            for tensor in tensors_in((out,))
+            # Of a quantized tensor, which is no FakeTensor, the parts are counted.
+            if isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata not in self._live
+        ]
         on_host = bool(new_tensors) and self._add_all(func, new_tensors, args, kwargs)
         if not (self._inside or on_host):
             self._count_operation(func, args, scratch, moved, bool(new_tensors))
@@ -386,11 +391,6 @@ class Ledger(TorchDispatchMode):
         # Neither new storage nor a write: a view, which launches no kernel.
         elif (makes or func._schema.is_mutable) and func not in _NO_KERNEL:
             self._count_traffic(moved_bytes)
-
-    def _is_counted(self, tensor: Tensor) -> bool:
-        if not isinstance(tensor, FakeTensor):  # a quantized tensor; its parts are counted
-            return True
-        return tensor.untyped_storage()._cdata in self._live
 
     def _returns_host_tensors(self, args: Any, kwargs: Any) -> bool:
         if self._device:

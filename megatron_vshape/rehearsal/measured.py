@@ -38,8 +38,11 @@ def measure_ranks(
             finally:
                 process.kill()
                 process.wait()
-            lines = text.strip().splitlines()
-            yield json.loads(lines[-1]) if lines else {"error": _last_lines(errors)}
+            if lines := text.strip().splitlines():
+                yield json.loads(lines[-1])
+            else:
+                last_lines = "\n".join(errors.strip().splitlines()[-8:])
+                yield {"error": last_lines or "the process ended without a message"}
     finally:
         for process in processes:
             process.kill()
@@ -56,10 +59,6 @@ def _start(megatron: Path | None) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment
     )
-
-
-def _last_lines(errors: str) -> str:
-    return "\n".join(errors.strip().splitlines()[-8:]) or "the process ended without a message"
 
 
 def format_passes(result: Mapping[str, Any]) -> str:

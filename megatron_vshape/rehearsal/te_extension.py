@@ -89,11 +89,6 @@ class _Absent:
     __ror__ = __or__
 
 
-def _attention_of(directory: Path) -> str:
-    file = Path(directory, "transformer_engine", "pytorch", "cpp_extensions", "fused_attn.py")
-    return file.read_text() if file.is_file() else ""
-
-
 def load(directory: Path, functions: Mapping[str, Callable[..., Any]]) -> Any:
     """Import Transformer Engine from `directory` and return its PyTorch package.
 
@@ -104,12 +99,12 @@ def load(directory: Path, functions: Mapping[str, Callable[..., Any]]) -> Any:
     os.environ["NVTE_TORCH_COMPILE"] = "0"
     extension: Any = _Extension(_EXTENSION)
     extension.__file__, extension.__spec__ = "none", None
+    attention = Path(directory, "transformer_engine", "pytorch", "cpp_extensions", "fused_attn.py")
+    attention_text = attention.read_text() if attention.is_file() else ""
     for name, members in _ENUMERATIONS.items():
         members_by_name = dict.fromkeys(members.split())
         # Before 2.18 there was one more fused attention backend.
-        members_by_name |= dict.fromkeys(
-            re.findall(rf"{name}\.(NVTE_\w+)", _attention_of(directory))
-        )
+        members_by_name |= dict.fromkeys(re.findall(rf"{name}\.(NVTE_\w+)", attention_text))
         setattr(extension, name, enum.IntEnum(name, list(members_by_name), start=0))
     for name, function in functions.items():
         setattr(extension, name, function)
