@@ -256,7 +256,10 @@ def build_pipeline(
     keeps_order = options.keep_order or _counts_calls(model)
     options = replace(options, layer_split=translated.layer_split, keep_order=keeps_order)
     # 3. The layers of every stage, and the costs of such stages.
-    split = _split(model, choice, options)
+    limit_bytes = _limit_bytes(choice, options)
+    ends = next(filter(None, (feature.ends(choice) for feature in features())), None)
+    text, costs = options.layer_split, choice.costs
+    split = split_layers(model, choice.placement, text, costs, limit_bytes, ends, options.encoder)
     stage_map = StageMap(choice.placement, split.layers, multi_token.num_predicting(model))
     check_stages(Settings(model, choice, options), stage_map, ties_ends is True)
     splits_graphs = _splits_graphs(model, options)
@@ -266,7 +269,9 @@ def build_pipeline(
         ties_ends=ties_ends is not False,
         kernels=kernels,
     )
-    _capture_after_profile(model, choice, options)
+    # Megatron captures CUDA graphs after profiled steps, which can change the pass order.
+    if choice.plans_by_costs and options.profile_steps and captures_graphs(model):
+        graphs.capture_late(model, options.checked_steps[1])
     # 4. The planner: it makes no plan before the number of microbatches is known
     #    (`make_schedule_of_run`).
     measures = choice.name == AUTO and options.profile_steps is not None
@@ -281,12 +286,6 @@ def build_pipeline(
         recomputed_inputs=recomputed_inputs(model),
         splits_graphs=splits_graphs,
     )
-
-
-def _capture_after_profile(model: Any, choice: ScheduleChoice, options: Options) -> None:
-    """Make Megatron capture CUDA graphs after profiled steps, which can change the pass order."""
-    if choice.plans_by_costs and options.profile_steps and captures_graphs(model):
-        graphs.capture_late(model, options.checked_steps[1])
 
 
 _COUNTS_CALLS = re.compile(r"logits_(save|load)_dir|use_(\w+_)?replay")
@@ -317,15 +316,6 @@ def _splits_graphs(model: Any, options: Options) -> bool:
             logger.warning("captured layers compute their weight gradients in B: %s", error)
         return False
     return True
-
-
-def _split(model: Any, choice: ScheduleChoice, options: Options) -> Split:
-    """Return the layers of every stage, and the costs of these stages."""
-    text, limit_bytes = options.layer_split, _limit_bytes(choice, options)
-    ends = next(filter(None, (feature.ends(choice) for feature in features())), None)
-    return split_layers(
-        model, choice.placement, text, choice.costs, limit_bytes, ends, options.encoder
-    )
 
 
 def _limit_bytes(choice: ScheduleChoice, options: Options) -> float | None:

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from megatron_vshape.mcore.refusals import REFUSALS, By, Refusal
@@ -75,19 +75,16 @@ def judgements() -> dict[str, Judged]:
     for rule in TRANSLATIONS:
         for name in rule.names:
             table[name] = Judged(_OUTCOMES[rule.outcome], rule.becomes)
-    for flag, refusals in _conditional_refusals():
+    conditional_refusals = [
+        *((feature.flag, feature.refusals) for feature in features() if feature.refusals),
+        *((by.value, REFUSALS[by]) for by in (By.RECORDING, By.SPLIT_GRAPHS)),
+    ]
+    for flag, refusals in conditional_refusals:
         for name in {name for refusal in refusals for name in arguments_of(refusal)}:
             if name in table:
                 judged = table[name]
                 table[name] = judged._replace(rejected_with=(*judged.rejected_with, flag))
     return table
-
-
-def _conditional_refusals() -> Iterator[tuple[str, Iterable[Refusal]]]:
-    """Yield the refusals of features, with the name of the feature."""
-    yield from ((feature.flag, feature.refusals) for feature in features() if feature.refusals)
-    yield By.RECORDING.value, REFUSALS[By.RECORDING]
-    yield By.SPLIT_GRAPHS.value, REFUSALS[By.SPLIT_GRAPHS]
 
 
 def arguments_of(refusal: Refusal) -> set[str]:

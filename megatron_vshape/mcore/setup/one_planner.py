@@ -105,7 +105,8 @@ class RankZeroPlanner:
         try:
             store = self._open_store()
             store.wait([key], self._timeout)
-            outcome = _unpacked(store.get(key))
+            # Written by rank 0 of this run, so unpickling it is safe.
+            outcome: _Outcome = pickle.loads(zlib.decompress(store.get(key)))
         except RuntimeError as error:  # of the store: timeout, or its process has exited
             raise ScheduleError(
                 f"rank 0, which plans for all ranks, has sent no plan within "
@@ -144,11 +145,6 @@ def _value(outcome: _Outcome) -> Any:
 
 def _packed(outcome: _Outcome) -> bytes:
     return zlib.compress(pickle.dumps(outcome))
-
-
-def _unpacked(parcel: bytes) -> _Outcome:
-    outcome: _Outcome = pickle.loads(zlib.decompress(parcel))  # written by rank 0 of this run
-    return outcome
 
 
 def _heard(key: str) -> str:

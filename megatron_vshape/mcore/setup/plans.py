@@ -185,7 +185,10 @@ class Planner:
             while self.choice.limit_bytes is not None and plan.peak_messages > self._messages:
                 self._messages = plan.peak_messages
                 plan = self._plan(num_microbatches)
-            self._keep(plan, num_microbatches)
+            if self.choice.plans_by_costs:  # keep all plans: each takes seconds of search
+                self._training[num_microbatches] = plan
+            else:
+                keep(self._training, num_microbatches, plan)
             logger.info(
                 "planned %s for %d devices and %d microbatches: bubble %.1f %%, peak %g chunks",
                 plan.schedule.name,
@@ -195,13 +198,6 @@ class Planner:
                 plan.peak_chunks,
             )
         return plan
-
-    def _keep(self, plan: PlannedStep, num_microbatches: int) -> None:
-        """Keep a plan; all of them if costs make the order, which takes seconds of search."""
-        if self.choice.plans_by_costs:
-            self._training[num_microbatches] = plan
-        else:
-            keep(self._training, num_microbatches, plan)
 
     def _plan(self, num_microbatches: int) -> PlannedStep:
         """Make the schedule by name, from the file or by search, and build its step."""
@@ -238,7 +234,12 @@ class Planner:
             kernels=self.choice.kernels,
             length_on_arrival=self._length_on_arrival,
         )
-        return PlannedStep(schedule, timeline, program, costs, self._wgrad_overlaps(program, costs))
+        # 6. Weight gradients for waits in B, which only Megatron's local layers expose.
+        wgrad_overlaps: Mapping[Pass, DeferredWgradOverlap] = {}
+        if self.choice.fills_waits:
+            step_timeline = simulate(program.schedule, costs)
+            wgrad_overlaps = deferred_weight_overlap(step_timeline, self.choice.ties_ends)
+        return PlannedStep(schedule, timeline, program, costs, wgrad_overlaps)
 
     def use(self, plan: PlannedStep) -> None:
         """Use this plan in all later steps with its number of microbatches; all ranks call this."""
@@ -324,14 +325,6 @@ class Planner:
         if self.costs is None:
             raise RuntimeError("an order is to be planned by costs, and none are known yet")
         return self.costs
-
-    def _wgrad_overlaps(
-        self, program: Program, costs: Costs | None
-    ) -> Mapping[Pass, DeferredWgradOverlap]:
-        # Only Megatron's local layers expose a wait in B that other jobs can fill.
-        if not self.choice.fills_waits:
-            return {}
-        return deferred_weight_overlap(simulate(program.schedule, costs), self.choice.ties_ends)
 
     def _costs_of(self, schedule: Schedule) -> Costs | None:
         """Return the costs if they match this schedule's stages, else the estimate."""

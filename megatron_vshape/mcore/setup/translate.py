@@ -83,7 +83,12 @@ class Translation(NamedTuple):
         usual = None if self.usual is None else getattr(options, self.usual, None)
         values = {name: getattr(options, name, None) for name in self.names}
         return {
-            name: value for name, value in values.items() if _is_given(value) and value != usual
+            name: value
+            for name, value in values.items()
+            if value is not None
+            and value is not False
+            and not given_layout.is_own(value)
+            and value != usual
         }
 
     def wins(self, flag: str) -> bool:
@@ -96,10 +101,6 @@ class Translation(NamedTuple):
             setattr(
                 options, name, self.off if self.value_after is None else self.value_after(value)
             )
-
-
-def _is_given(value: Any) -> bool:
-    return value is not None and value is not False and not given_layout.is_own(value)
 
 
 class Notice(NamedTuple):
@@ -149,17 +150,13 @@ def _evened(options: Any, placement: Placement, layers: Sequence[int], why: str)
     `layers` is the split of the option for its own stages. If its first or last stage is shorter,
     so is that of the result.
     """
-    if _can_be_balanced(options):
+    # Balancing needs the sizes of the model, which Megatron-LM's flags define.
+    sizes = ("padded_vocab_size", "vocab_size")
+    has_vocabulary_size = any(getattr(options, name, None) for name in sizes)
+    if has_vocabulary_size and hasattr(options, "group_query_attention"):
         return Layers(AUTO_SPLIT, f"{why}; {SPLIT} {AUTO_SPLIT} instead")
     even = given_layout.nearest(sum(layers), len(placement), *given_layout.less_at_ends(layers))
     return Layers(_numbers(even), f"{why}; the nearest even split instead")
-
-
-def _can_be_balanced(options: Any) -> bool:
-    """Return whether the sizes of the model are known, as by Megatron-LM's flags."""
-    sizes = ("padded_vocab_size", "vocab_size")
-    has_sizes = any(getattr(options, name, None) for name in sizes)
-    return has_sizes and hasattr(options, "group_query_attention")
 
 
 def _of_layout(options: Any, placement: Placement) -> Layers:
