@@ -188,10 +188,13 @@ class Capture:
             ]
             for layer in layers:
                 self._weight_order[layer] = microbatches
+                # Linear layers whose B defers the weight gradient to a JobStore.
                 linear_layers = (
                     module
                     for module in layer.modules()
-                    if module in covered and _defers_jobs(module)
+                    if module in covered
+                    and _trained([module])
+                    and isinstance(getattr(module, "wgrad_store", None), JobStore)
                 )
                 self._owners.update(dict.fromkeys(linear_layers, layer))
         self._jobs: dict[tuple[nn.Module, int], list[_Job]] = defaultdict(list)
@@ -330,11 +333,6 @@ class Capture:
 
 def _trained(layers: Collection[nn.Module]) -> list[nn.Parameter]:
     return [p for layer in layers for p in layer.parameters(recurse=False) if p.requires_grad]
-
-
-def _defers_jobs(layer: nn.Module) -> bool:
-    """Return whether the B of a linear layer defers its weight gradient to a JobStore."""
-    return bool(_trained([layer])) and isinstance(getattr(layer, "wgrad_store", None), JobStore)
 
 
 def _address(tensor: Tensor) -> int:

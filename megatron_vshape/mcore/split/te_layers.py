@@ -302,7 +302,8 @@ class JobStore:
         """
         if self.state.capture is not None:
             return bool(self.state.capture.splits(self.layer))
-        return is_open() or (self.state.splits_backward and not _runs_backward())
+        # -1 outside of any backward. A forward that recomputation repeats counts as backward.
+        return is_open() or (self.state.splits_backward and torch._C._current_graph_task_id() == -1)
 
     def put(self, tensor_list: list[Any], func: Gemm) -> None:
         """Defer a job to W. The job retains the tensors that TE passes until it has run."""
@@ -533,8 +534,3 @@ def _gathered(layer: TELayer, func: Gemm) -> int | None:
     # Column-parallel layers gather the input for this GEMM, row-parallel layers the output
     # gradient.
     return {"column": 0, "row": 1}.get(layer.parallel_mode)
-
-
-def _runs_backward() -> bool:
-    # -1 outside of any backward. A forward that recomputation repeats counts as backward.
-    return torch._C._current_graph_task_id() != -1

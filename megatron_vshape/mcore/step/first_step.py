@@ -93,7 +93,8 @@ class _Look(StepHook):
     def _note(self, stage: int, position: int, model: nn.Module, args: Any, options: Any) -> None:
         packed = args[position] if len(args) > position else options.get(PACKED)
         self._packed.setdefault(stage, set()).add(packed is not None)
-        if _has_mamba(model) and _lacks_seq_idx(packed):
+        has_mamba = any("MambaMixer" in _class_names(module) for module in model.modules())
+        if has_mamba and _lacks_seq_idx(packed):
             self._without_seq_idx.add(stage)
 
     def ends_forward(self, stage: int, number: int, output: Tensor) -> None:
@@ -125,10 +126,6 @@ def _mixes_tokens(chunk: nn.Module) -> bool:
         getattr(module, "core_attention", None) is not None or _class_names(module) & RECURRENT
         for module in chunk.modules()
     )
-
-
-def _has_mamba(chunk: nn.Module) -> bool:
-    return any("MambaMixer" in _class_names(module) for module in chunk.modules())
 
 
 def _class_names(module: nn.Module) -> set[str]:
