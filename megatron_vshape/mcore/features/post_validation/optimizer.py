@@ -135,20 +135,17 @@ class PostValidation:
         self.start_next()
         verdict = pending.wait()
         if not verdict.is_valid:
-            self._undo_step(optimizer)
+            # Restore the model and the optimizer to the state before the step.
+            self.roll_back()
+            self._backup.restore()
+            with _without_updates(optimizer):
+                optimizer.step_with_ready_grads()  # copies the parameters in fp32 to the model's
         self._record_validity(verdict.is_valid)
         self._num_predicted += 1
         self._num_rolled_back += not verdict.is_valid
         # The original computes the step's results and, after a rollback, repeats the update.
         with _validated(optimizer, verdict):
             return original(optimizer)
-
-    def _undo_step(self, optimizer: Any) -> None:
-        """Restore the model and the optimizer to the state before the step."""
-        self.roll_back()
-        self._backup.restore()
-        with _without_updates(optimizer):
-            optimizer.step_with_ready_grads()  # copies the parameters in fp32 to the model's
 
     def _record_validity(self, is_valid: bool) -> None:
         self._num_valid = self._num_valid + 1 if is_valid else 0
