@@ -32,6 +32,7 @@ from megatron_vshape.rehearsal import accuracy, report
 from megatron_vshape.rehearsal.flags import Command, flag_changes, sizes_of
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
 from megatron_vshape.rehearsal.megatron_layers import flags_text, is_even
+from megatron_vshape.rehearsal.start_rules import check_batch, check_model
 from megatron_vshape.tuning import fsdp
 from megatron_vshape.tuning.advice import (
     Advice,
@@ -129,6 +130,7 @@ def run(options: argparse.Namespace) -> int:
         if name not in _KEEP:
             raise ScheduleError(f"--keep {name!r:.40} is not one of {', '.join(_KEEP)}")
     subject = Subject.of_command(options.command, "", options.vocabulary)
+    check_model(subject.command)
     check_schedule_flags(subject.command)
     fetch_missing(options, subject.command)
     if configuration_of_command(subject, 1).pipeline_parallel < 2:
@@ -149,7 +151,7 @@ def _advice(options: argparse.Namespace, subject: Subject, keep: Sequence[str]) 
     """Count the configurations to compare, and list those left out with their reasons."""
     machine, grid, left_out, post_validation = _grid(options, subject)
     # The comparison starts with the command as it is, so it must run on these GPUs.
-    sizes_of(subject.command, machine.num_devices)
+    check_batch(subject.command, sizes_of(subject.command, machine.num_devices))
     gpu, command_config = machine.gpu, configuration_of_command(subject, machine.num_devices)
     candidates = []
     for config in () if grid else neighbors(command_config, subject, machine.num_devices, keep):

@@ -39,11 +39,11 @@ from megatron_vshape.rehearsal.flags import (
     sizes_of,
 )
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
-from megatron_vshape.rehearsal.megatron_layers import fix_of_split
 from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport
 from megatron_vshape.rehearsal.ranks import DryRunConfig, check_all, rehearse_all
 from megatron_vshape.rehearsal.remedies import remedy_lines
 from megatron_vshape.rehearsal.simulated import StepTime, estimate_step
+from megatron_vshape.rehearsal.start_rules import Violation, check_model, violations_of
 from megatron_vshape.view.numbers import source_lines
 
 
@@ -114,15 +114,18 @@ def run(options: argparse.Namespace) -> int:
         return 0
     _check_files(options)
     command = read_command(words)
+    check_model(command)
+    gpus, unknown = launched_gpus(command)
+    if options.gpus is None and unknown:
+        print(report.wrap_text(unknown))
+    sizes = sizes_of(command, options.gpus or gpus)
+    if violations := violations_of(command, sizes):
+        return _reject(command, violations, options.check)
     fetch_missing(options, command)
     gpu = GPUS[options.gpu]
     if options.cluster is not None:
         gpu = of_cluster(options.cluster).gpu
     headroom_bytes = headroom_bytes_of(options.headroom, gpu.memory_bytes)
-    gpus, unknown = launched_gpus(command)
-    if options.gpus is None and unknown:
-        print(report.wrap_text(unknown))
-    sizes = sizes_of(command, options.gpus or gpus)
     stages = parse_ranks(options.ranks, sizes.pipeline)
     config = dry_run_config(options, command, gpu)
     if options.check:
@@ -139,7 +142,7 @@ def run(options: argparse.Namespace) -> int:
         for stage in stages
     ]
     with report_progress(lambda us: f"{us:.0f} us"):
-        baselines = _found(rehearse_all(config.programs, jobs), command, sizes)
+        baselines = _found(rehearse_all(config.programs, jobs))
         reports = baselines.pop("")
         helps = (
             [] if options.alone else remedy_lines(command, config, sizes, reports, headroom_bytes)
@@ -170,15 +173,24 @@ def _check_files(options: argparse.Namespace) -> None:
         )
 
 
+def _reject(command: Command, violations: Sequence[Violation], check: bool) -> int:
+    """Print the rules that a command violates and return 1; raise them without --check."""
+    if not check:
+        raise ScheduleError(". ".join(map(str, violations)))
+    for violation in violations:
+        print(f"does not start with {_schedule_name(command)}: {violation}")
+    return 1
+
+
 def _check(command: Command, config: DryRunConfig, sizes: Sizes, stages: Sequence[int]) -> int:
     """Run the start-up checks of these ranks, print the result, and return the exit status."""
     jobs = [config.job(command, sizes, stage, "", check=True) for stage in stages]
     if 0 in stages:  # rank 0 logs for all
         jobs[stages.index(0)]["rank"] = 0
-    schedule = command.value(SCHEDULE) or "Megatron's own schedule"
+    schedule = _schedule_name(command)
     for result in check_all(config.programs, jobs):
         if isinstance(result, FailedRank):
-            print(f"does not start with {schedule}: {_with_split(result.error, command, sizes)}")
+            print(f"does not start with {schedule}: {result.error}")
             return 1
         for notice in result.notices:
             print(report.wrap_text(notice))
@@ -186,10 +198,8 @@ def _check(command: Command, config: DryRunConfig, sizes: Sizes, stages: Sequenc
     return 0
 
 
-def _with_split(error: str, command: Command, sizes: Sizes) -> str:
-    """Add the layer split that runs, if the layers of a command do not divide."""
-    fix = fix_of_split(command, sizes.pipeline)
-    return f"{error}. {fix}" if fix else error
+def _schedule_name(command: Command) -> str:
+    return command.value(SCHEDULE) or "Megatron's own schedule"
 
 
 def _check_costs_are_known(command: Command) -> None:
@@ -200,9 +210,7 @@ def _check_costs_are_known(command: Command) -> None:
         )
 
 
-def _found(
-    results: Iterable[RankReport | FailedRank], command: Command, sizes: Sizes
-) -> dict[str, list[RankReport]]:
+def _found(results: Iterable[RankReport | FailedRank]) -> dict[str, list[RankReport]]:
     """Group the reports by run, sorted by rank.
 
     Raises:
@@ -211,8 +219,7 @@ def _found(
     by_run: dict[str, list[RankReport]] = {}
     for result in results:
         if isinstance(result, FailedRank):
-            error = _with_split(result.error, command, sizes)
-            raise ScheduleError(f"the command could not be rehearsed: {error}")
+            raise ScheduleError(f"the command could not be rehearsed: {result.error}")
         by_run.setdefault(result.name, []).append(result)
     for reports in by_run.values():
         reports.sort(key=lambda rank_report: rank_report.stage)
@@ -234,7 +241,7 @@ def _print(
     first = reports[0]
     shape = first.sizes
     print(
-        f"{command.value(SCHEDULE) or 'Megatron' + chr(39) + 's own schedule'}, TP {shape.tp} x "
+        f"{_schedule_name(command)}, TP {shape.tp} x "
         f"PP {shape.pp} x CP {sizes.context} x DP {shape.dp}: {sizes.world} "
         f"{gpu.name.upper()} with {report.gib(gpu.memory_bytes)} GiB, {first.microbatches} "
         "microbatches. Estimated, not measured.\nGiB by pipeline rank:"
@@ -309,7 +316,7 @@ def _write_costs(
     with counting.counting_schedule(sizes.pipeline) as with_counting:
         jobs = [config.job(with_counting(plain, sizes), sizes, stage, "") for stage in stages]
         with report_progress(lambda us: f"{us:.0f} us"):
-            reports = _found(rehearse_all(config.programs, jobs), command, sizes)[""]
+            reports = _found(rehearse_all(config.programs, jobs))[""]
         if options.measure:
             # Only the first tensor-parallel rank reads data: the others would receive it.
             ranks = [job | {"rank": job["rank"] - job["rank"] % sizes.tensor} for job in jobs]

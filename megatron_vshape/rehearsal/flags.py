@@ -72,7 +72,7 @@ SCHEDULE = "--pipeline-schedule"
 
 STAGE_BEFORE_DATA = "--use-tp-pp-dp-mapping"
 
-_CHUNKS = ("--num-layers-per-virtual", "--num-virtual", "--pipeline-model-parallel-layout")
+CHUNKS = ("--num-layers-per-virtual", "--num-virtual", "--pipeline-model-parallel-layout")
 
 _OTHER_MODELS = {
     "bert": "BERT",
@@ -92,6 +92,7 @@ class Command:
     flags: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     launched: Mapping[str, str] = field(default_factory=dict)  # nodes and processes per node
+    model_name: str = ""  # of a framework's configuration, which has no sizes of the model
 
     def value(self, flag: str, default: str | None = None) -> str | None:
         """Return the value of the last occurrence of a flag.
@@ -185,7 +186,7 @@ class Command:
 
     def without_chunks(self) -> Command:
         """Return the command without flags for several stages per rank."""
-        plain = self.without(lambda flag: flag.startswith(_CHUNKS))
+        plain = self.without(lambda flag: flag.startswith(CHUNKS))
         if self.pattern is None:
             return plain
         without = {hybrid.OPTION: hybrid.without_stages(self.pattern)}
@@ -502,6 +503,7 @@ def _command_of_shell(
     return shell_command.without(lambda flag: flag.startswith(_LAUNCHER))
 
 
+_SWIFT = re.compile(r"(?m)^[^#\n]*\bmegatron\s+(?:sft|pt|rlhf)\b.*$")
 _LAUNCHER = ("--nproc", "--nnodes", "--node", "--master", "--rdzv")
 """Beginnings of torchrun's flags, which scripts keep in arrays too."""
 
@@ -605,7 +607,7 @@ def sizes_of(command: Command, gpus: int | None) -> Sizes:
     """Return the sizes for this number of GPUs, or for the smallest possible number.
 
     Raises:
-        ScheduleError: The sizes do not divide the GPUs, or the GPUs do not divide the batch.
+        ScheduleError: The sizes do not divide the GPUs.
     """
     tensor = command.number("--tensor-model-parallel-size", 1)
     context = command.number("--context-parallel-size", 1)
@@ -620,7 +622,6 @@ def sizes_of(command: Command, gpus: int | None) -> Sizes:
             f"EP {experts} x ETP {expert_tensor}. Set the number in --gpus to a multiple "
             f"of {min_gpus}"
         )
-    _check_batch(command, world // (tensor * context * pipeline))
     return Sizes(world, tensor, context, pipeline, command.has(STAGE_BEFORE_DATA))
 
 

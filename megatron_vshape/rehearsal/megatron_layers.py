@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_vshape.core.model.layers import even_with_ends
-from megatron_vshape.core.request import is_megatrons_own, megatrons_name
+from megatron_vshape.core.request import megatrons_name
 from megatron_vshape.mcore.layout import hybrid
-from megatron_vshape.mcore.layout.given_layout import layers_in, layout_of, nearest
-from megatron_vshape.rehearsal.flags import SCHEDULE, Command, flag_changes
+from megatron_vshape.mcore.layout.given_layout import layers_in, layout_of
+from megatron_vshape.rehearsal.flags import Command, flag_changes
 from megatron_vshape.rehearsal.saved_config import LAYOUT
 
 _FLAGS_OF_OUTER_RANKS = (
@@ -47,7 +47,14 @@ def layers_of_command(command: Command, num_layers: int, ranks: int) -> Megatron
     elif layout := command.value(LAYOUT):
         stages, _ = layers_in(layout)
     if stages:
-        return MegatronLayers(megatrons_name(max(1, len(stages) // ranks)), tuple(stages))
+        schedule = megatrons_name(max(1, len(stages) // ranks))
+        if len(stages) % ranks:
+            reason = f"{len(stages)} stages do not divide among {ranks} pipeline ranks"
+            return MegatronLayers(schedule, None, reason)
+        if num_layers not in (0, sum(stages)):
+            reason = f"the pipeline layout has {sum(stages)} layers, and the model {num_layers}"
+            return MegatronLayers(schedule, None, reason)
+        return MegatronLayers(schedule, tuple(stages))
     ends = [command.has(flag) for flag in _FLAGS_OF_ENDS]
     counted = num_layers + sum(ends)
     chunks = command.number("--num-virtual-stages-per-pipeline-rank", 1)
@@ -99,25 +106,8 @@ def is_even(layers: Sequence[int]) -> bool:
 
 
 def flags_text(layers: Sequence[int], ranks: int, command: Command) -> str:
-    """Format layers per stage and the flags with which Megatron runs them."""
+    """Format layers per stage and the flags with which Megatron runs them, removals last."""
     changes = flag_changes(command, with_layers(command, layers, ranks))
-    return f"{', '.join(map(str, layers))}: {' and '.join(changes)}"
-
-
-def fix_of_split(command: Command, ranks: int) -> str:
-    """Format why Megatron rejects the layer split of a command, and the nearest split.
-
-    The nearest split counts embedding and output layer as one layer each. The text is empty if
-    Megatron accepts the split, or if a schedule of this package replaces it.
-    """
-    num_layers, name = command.layers, command.value(SCHEDULE)
-    if ranks == 1 or not num_layers or not (name is None or is_megatrons_own(name)):
-        return ""
-    schedule, layers, reason = layers_of_command(command, num_layers, ranks)
-    if layers is not None:
-        return ""
-    stages = ranks * int(schedule.partition(":")[2] or 1)
-    if num_layers < stages - 2:
-        return reason
-    split = nearest(num_layers, stages, 1.0, 1.0)
-    return f"{reason}. The nearest layer split is {flags_text(split, ranks, command)}"
+    removed = [change for change in changes if change.startswith("remove ")]
+    flags = " ".join(change for change in changes if change not in removed)
+    return f"{', '.join(map(str, layers))}: {' and '.join(filter(None, (flags, *removed)))}"

@@ -250,18 +250,8 @@ PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 63"
     ("flags", "error"),
     [
         (
-            f"{TWO_STAGES} --global-batch-size 6",
-            "virtual pipeline stages do not work with 3 microbatches, the number in a training "
-            "step",
-        ),
-        (
             "--pipeline-schedule interleaved-1f1b --global-batch-size 34",
             "--pipeline-schedule interleaved-1f1b does not work with 17 microbatches",
-        ),
-        (
-            f"{TWO_STAGES} --global-batch-size 8 --microbatch-group-size-per-virtual-pipeline-stage"
-            " 3",
-            "runs them in groups of 3",
         ),
         (
             f"{TWO_STAGES} --eval-global-batch-size 6",
@@ -274,16 +264,6 @@ PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 63"
             "--seq-length a multiple of 2",
         ),
         (f"{PARALLEL} --pipeline-schedule v-half", "does not work with --seq-length 63"),
-        (
-            "--num-layers 5",
-            "5 layers do not divide among 2 pipeline ranks. The nearest layer split is 2, 3: "
-            "--pipeline-model-parallel-layout 'Ett|tttL'",
-        ),
-        (
-            "--num-layers 6 --pipeline-model-parallel-size 4 --eval-iters 0",
-            "6 layers do not divide among 4 pipeline ranks. The nearest layer split is 1, 2, 2, 1: "
-            "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split",
-        ),
     ],
 )
 def test_check_rejects_a_command_whose_first_step_raises(

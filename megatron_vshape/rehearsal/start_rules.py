@@ -1,0 +1,134 @@
+"""Arithmetic of a command: rules that Megatron checks at start or in the first step.
+
+No model is built and no heavy package imported, so a command is checked in milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.request import is_megatrons_own
+from megatron_vshape.mcore.layout.given_layout import nearest
+from megatron_vshape.rehearsal.flags import CHUNKS, SCHEDULE, Command, Sizes
+from megatron_vshape.rehearsal.megatron_layers import flags_text, layers_of_command
+
+BATCH = "--global-batch-size"
+_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A rule that a command violates, and the nearest values that fulfill it."""
+
+    problem: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.problem}. {self.fix}" if self.fix else self.problem
+
+
+def check_model(command: Command) -> None:
+    """Raise ScheduleError if the command has no layers or no size of them.
+
+    Its model is in another file, or a file was not understood.
+    """
+    unknown = [] if command.layers else ["--num-layers"]
+    unknown += [] if command.has("--hidden-size") else ["--hidden-size"]
+    if unknown:
+        name = f" of {command.model_name}" if command.model_name else ""
+        raise ScheduleError(
+            f"the command has no {' and no '.join(unknown)}, so the model{name} is unknown. Give "
+            "the model with --model FILE, or add its flags after the command or file"
+        )
+
+
+def violations_of(command: Command, sizes: Sizes) -> list[Violation]:
+    """Return all violated rules of a command with these sizes, each with flags that fulfill it."""
+    name = command.value(SCHEDULE)
+    is_megatron = name is None or is_megatrons_own(name)
+    violations = [*_tensor_and_expert_violations(command, sizes)]
+    chunks = 1
+    if is_megatron and command.layers:
+        schedule, layers, reason = layers_of_command(command, command.layers, sizes.pipeline)
+        chunks = int(schedule.partition(":")[2] or 1)
+        if chunks > 1 and sizes.pipeline == 1:
+            flags = ", ".join(word for word in command.flags if word.startswith(CHUNKS))
+            fix = f"Remove {flags}" if flags else ""
+            violations.append(Violation("virtual stages require more than 1 pipeline rank", fix))
+            chunks = 1
+        elif layers is None:
+            # A smaller number of virtual stages that divides the layers is nearer than uneven ones.
+            per_rank, remainder = divmod(command.layers, sizes.pipeline)
+            divisors = (size for size in range(chunks, 1, -1) if not (remainder or per_rank % size))
+            num_stages = sizes.pipeline * next(divisors, chunks)
+            fix = ""
+            if command.layers >= num_stages - 2:
+                ends = 1.0 if command.layers % num_stages else 0.0
+                split = nearest(command.layers, num_stages, ends, ends)
+                fix = f"The nearest layer split is {flags_text(split, sizes.pipeline, command)}"
+            violations.append(Violation(reason, fix))
+    return [*violations, *_batch_violations(command, sizes, chunks)]
+
+
+def check_batch(command: Command, sizes: Sizes) -> None:
+    """Raise ScheduleError if the global batch does not divide into microbatches."""
+    for violation in _batch_violations(command, sizes, chunks=1):
+        raise ScheduleError(str(violation))
+
+
+def _tensor_and_expert_violations(command: Command, sizes: Sizes) -> Iterator[Violation]:
+    """Yield violations of the sizes that divide attention heads and experts."""
+    rules = (
+        ("--num-attention-heads", "--tensor-model-parallel-size", sizes.tensor),
+        ("--num-experts", "--expert-model-parallel-size", None),
+    )
+    for counted_flag, flag, size in rules:
+        count, size = command.number(counted_flag, 0), size or command.number(flag, 1)
+        if count and count % size:
+            divisor = max(size for size in range(1, size) if count % size == 0)
+            yield Violation(
+                f"{flag} {size} does not divide {counted_flag} {count}",
+                f"The nearest smaller size is {flag} {divisor}",
+            )
+
+
+def _batch_violations(command: Command, sizes: Sizes, chunks: int) -> Iterator[Violation]:
+    """Yield a violated rule of the global batch, with the nearest batch that fulfills all rules."""
+    micro, replicas = command.number("--micro-batch-size", 1), sizes.replicas
+    step = micro * replicas
+    batch = command.number(BATCH, step)
+    ranks = sizes.pipeline if chunks > 1 else 1
+    group = command.number(_GROUP, ranks) if chunks > 1 else 1
+    if group < ranks:
+        problem = f"{_GROUP} {group} is below the {ranks} pipeline ranks"
+        yield Violation(problem, f"Set {_GROUP} {ranks}")
+        group = ranks
+    num_microbatches, remainder = divmod(batch, step)
+    if remainder:
+        problem = (
+            f"a global batch of {batch} does not divide into microbatches of {micro} on {replicas} "
+            "data-parallel ranks"
+        )
+    elif _fills_groups(num_microbatches, group, ranks):
+        return
+    else:
+        problem = (
+            f"{num_microbatches} microbatches are not a multiple of {group}, which virtual stages "
+            f"on {ranks} pipeline ranks require"
+        )
+    last_group = num_microbatches - num_microbatches % group
+    counts = (num_microbatches, num_microbatches + 1, last_group, last_group + group)
+    sizes_of_batch = [step * count for count in counts if _fills_groups(count, group, ranks)]
+    nearest_batch = min(sizes_of_batch, key=lambda size: (abs(size - batch), -size))
+    yield Violation(problem, f"The nearest batch is {BATCH} {nearest_batch}")
+
+
+def _fills_groups(num_microbatches: int, group: int, ranks: int) -> bool:
+    """Return whether the last group of microbatches is complete, or fills the pipeline.
+
+    Stock Megatron's interleaved 1F1B requires this; without virtual stages, group and ranks are 1.
+    """
+    remainder = num_microbatches % group
+    return num_microbatches >= group and (remainder == 0 or remainder >= ranks)
