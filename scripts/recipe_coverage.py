@@ -4,6 +4,8 @@ support of the others.
 
     python scripts/recipe_coverage.py [--schedule v-half] [--file tests/data/bridge_recipes.json]
     python scripts/recipe_coverage.py --graphs      recipes with CUDA graphs
+    python scripts/recipe_coverage.py --checkout DIR    recipes of a Megatron-Bridge checkout that
+                                                        cannot start with stock Megatron
 
 The checks of a run (`mcore/setup/choice.py`) examine the options of every recipe, as if
 Transformer Engine were installed. The ladder begins with recipes that need no translation,
@@ -14,13 +16,16 @@ the others, the most helpful first. A recipe belongs to a library, so all requir
 
 import argparse
 import json
+import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
+from bridge_checkout import Recipe, recipes_of
 from recipes import examine, package_options_of
 
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,
     captures_graphs,
@@ -28,6 +33,8 @@ from megatron_vshape.mcore.refusals import (
     graph_scope,
 )
 from megatron_vshape.mcore.setup.translate import TRANSLATIONS
+from megatron_vshape.rehearsal.flags import sizes_of
+from megatron_vshape.rehearsal.start_rules import violations_of
 
 SPLIT = "a layer_split, where the layers do not divide"
 RECIPES = Path(__file__).parents[1] / "tests" / "data" / "bridge_recipes.json"
@@ -110,13 +117,43 @@ def _precision(name: str) -> dict[str, str | None]:
     }
 
 
+def print_rejections(recipes: Iterable[Recipe]) -> None:
+    """Print the recipes that cannot start with the layout that can, then the counts."""
+    start_s = time.perf_counter()
+    counts: Counter[str] = Counter()
+    for name, command, gpus, error in recipes:
+        counts["recipes"] += 1
+        if command is None:
+            counts["not evaluated"] += 1
+            print(f"{name} is not evaluated: {error}")
+            continue
+        counts["without known layers (only batch and GPUs checked)"] += not command.layers
+        try:
+            sizes = sizes_of(command, gpus)
+        except ScheduleError as error_of_gpus:
+            # The number of GPUs is only in the name of the recipe.
+            counts["do not fit the GPUs of their name"] += 1
+            print(f"{name}: {error_of_gpus}")
+            sizes = sizes_of(command, None)
+        violations = violations_of(command, sizes)
+        counts["cannot start"] += bool(violations)
+        for violation in violations:
+            print(f"{name}: {violation}")
+    print(", ".join(f"{count} {label}" for label, count in counts.items()), end="")
+    print(f"; {time.perf_counter() - start_s:.1f} s")
+
+
 def main() -> None:
-    """Print the ladder, or the counts."""
+    """Print the ladder, the counts or the recipes that cannot start."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedule", default="v-half", help="Default: %(default)s")
     parser.add_argument("--file", type=Path, default=RECIPES, help="Default: %(default)s")
     parser.add_argument("--graphs", action="store_true", help="count those with CUDA graphs")
+    parser.add_argument("--checkout", type=Path, help="Megatron-Bridge checkout to check")
     options = parser.parse_args()
+    if options.checkout is not None:
+        print_rejections(recipes_of(options.checkout))
+        return
     if options.graphs:
         counts = graphs_of(json.loads(options.file.read_text())["recipes"])
         for label, count in counts.most_common():

@@ -11,11 +11,18 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
 from math import lcm
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from megatron_vshape.core.model.files import fault_of
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.layout import hybrid
+from megatron_vshape.rehearsal.framework_files import (
+    FrameworkConfig,
+    check_format,
+    config_of_file,
+    config_of_swift,
+)
 from megatron_vshape.rehearsal.saved_config import (
     config_of_verl,
     flags_of_config,
@@ -80,6 +87,7 @@ _OTHER_MODELS = {
     "ict": "ICT",
     "vlm": "vision-language",
     "vl": "vision-language",
+    "omni": "vision-language",
     "rl": "RL",
 }
 
@@ -227,6 +235,8 @@ def read_command(words: Sequence[str], sources: bool = True) -> Command:
         raise ScheduleError(
             "the training command is missing: add it after --, as in -- pretrain_gpt.py FLAGS..."
         )
+    if (config := config_of_swift(words)) is not None:
+        return _command_of_framework(config, Command("pretrain_gpt.py", ()))
     scripts = [index for index, word in enumerate(words) if word.endswith(".py")]
     if not scripts and "-m" in words[:-1]:
         words = _words_of_module(words)
@@ -377,14 +387,16 @@ def _command_of_yaml(
         return _command_of_saved_config(content, command, extra_flags)
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         _reject_other_models(_model_of(content))
-        raise ScheduleError(
-            f"{path} is a part of a Megatron-Bridge configuration: its _target_ is missing. Use "
-            "the run_config.yaml of a checkpoint, or the file that ConfigContainer.to_yaml writes"
-        )
+    check_format(path, content)
+    if (config := config_of_file(path, content, extra_flags)) is not None:
+        return _command_of_framework(config, command)
     arguments = content.get("MODEL_ARGS", content) if isinstance(content, dict) else None
-    if not isinstance(arguments, dict):
+    if not isinstance(arguments, dict) or any(
+        isinstance(arguments[name], dict) for name in arguments
+    ):
         raise ScheduleError(
-            f"{path} has no flags: MODEL_ARGS, as in Megatron-LM's functional tests, or flags alone"
+            f"{path} has no flags: MODEL_ARGS, as in Megatron-LM's functional tests, or flags "
+            f"alone. {_INSTEAD}"
         )
     environment = {name: str(value) for name, value in (content.get("ENV_VARS") or {}).items()}
     return Command(
@@ -396,15 +408,29 @@ def _command_of_json(
     path: Path, text: str, command: Command, extra_flags: Sequence[str]
 ) -> Command:
     try:
-        config = config_of_verl(json.loads(text))
+        content = json.loads(text)
     except ValueError as error:
         raise ScheduleError(f"{path} is not valid JSON: {fault_of(error)}") from None
+    config = config_of_verl(content)
     if config is None:
+        check_format(path, content)
         raise ScheduleError(
             f"{path} has no model of Megatron-Bridge. Use transformer_config.json of a checkpoint "
             "that verl saved, or run_config.yaml of one that Megatron-Bridge or NeMo-RL saved"
         )
     return _command_of_saved_config(config, command, extra_flags)
+
+
+def _command_of_framework(config: FrameworkConfig, command: Command) -> Command:
+    _reject_other_models(Command(config.model_name.replace(".", "_"), ()))
+    launched = {_NODES: config.nodes, _PROCESSES: config.processes}
+    return replace(
+        command,
+        flags=tuple(config.flags),
+        environment={**command.environment, **config.environment},
+        launched=launched if config.processes else command.launched,
+        model_name=config.model_name,
+    )
 
 
 def _command_of_saved_config(
@@ -486,6 +512,11 @@ def _command_of_shell(
         **numbered,
     }
     shell = ShellScript(text, variables, sourced=() if sources else None)
+    for match in _SWIFT.finditer(text.replace("\\\n", " ")):
+        line = Template(match[0]).safe_substitute({**os.environ, **shell.variables})
+        words = shlex.split(line)  # `#` is no comment in --dataset name#500
+        if (config := config_of_swift(words)) is not None:
+            return _command_of_framework(config, command)
     script, flags, launcher = shell.command()
     if not any(word.startswith("--") for word in flags):
         raise ScheduleError(
@@ -623,16 +654,6 @@ def sizes_of(command: Command, gpus: int | None) -> Sizes:
             f"of {min_gpus}"
         )
     return Sizes(world, tensor, context, pipeline, command.has(STAGE_BEFORE_DATA))
-
-
-def _check_batch(command: Command, replicas: int) -> None:
-    micro = command.number("--micro-batch-size", 1)
-    batch = command.number("--global-batch-size", 0)
-    if batch and batch % (micro * replicas):
-        raise ScheduleError(
-            f"a global batch of {batch} does not divide into microbatches of {micro} on {replicas} "
-            f"data-parallel ranks. Set --global-batch-size to a multiple of {micro * replicas}"
-        )
 
 
 def parse_ranks(text: str, pipeline: int) -> list[int]:

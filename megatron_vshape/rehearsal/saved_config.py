@@ -154,6 +154,14 @@ def flags_of_config(config: Mapping[str, Any], extra_flags: Iterable[str] = ()) 
     return flags
 
 
+def flags_of_arguments(values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the flags for values of Megatron's arguments, and the names that have no flag."""
+    parser = _Arguments()
+    words = {name: parser.words(name, value) for name, value in values.items()}
+    flags = [word for flag in words.values() for word in flag or ()]
+    return flags, [name for name, flag in words.items() if flag is None]
+
+
 def _sections(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the sections, including settings that Bridge adds when a run starts."""
     sections = {
@@ -224,7 +232,9 @@ def _by_rule(sections: Mapping[str, Mapping[str, Any]], lost: list[str]) -> dict
         "ffn_hidden_size": ffn or None,
         "expert_tensor_parallel_size": experts_tensor,
         "seq_length": length,
-        "max_position_embeddings": max(length or 0, model.get("max_position_embeddings") or 0),
+        "max_position_embeddings": (
+            max(length or 0, model.get("max_position_embeddings") or 0) or None
+        ),
         "untie_embeddings_and_output_weights": (
             model.get("share_embeddings_and_output_weights") is False
         ),

@@ -48,7 +48,7 @@ def violations_of(command: Command, sizes: Sizes) -> list[Violation]:
     """Return all violated rules of a command with these sizes, each with flags that fulfill it."""
     name = command.value(SCHEDULE)
     is_megatron = name is None or is_megatrons_own(name)
-    violations = [*_tensor_and_expert_violations(command, sizes)]
+    violations: list[Violation] = []
     chunks = 1
     if is_megatron and command.layers:
         schedule, layers, reason = layers_of_command(command, command.layers, sizes.pipeline)
@@ -76,22 +76,6 @@ def check_batch(command: Command, sizes: Sizes) -> None:
     """Raise ScheduleError if the global batch does not divide into microbatches."""
     for violation in _batch_violations(command, sizes, chunks=1):
         raise ScheduleError(str(violation))
-
-
-def _tensor_and_expert_violations(command: Command, sizes: Sizes) -> Iterator[Violation]:
-    """Yield violations of the sizes that divide attention heads and experts."""
-    rules = (
-        ("--num-attention-heads", "--tensor-model-parallel-size", sizes.tensor),
-        ("--num-experts", "--expert-model-parallel-size", None),
-    )
-    for counted_flag, flag, size in rules:
-        count, size = command.number(counted_flag, 0), size or command.number(flag, 1)
-        if count and count % size:
-            divisor = max(size for size in range(1, size) if count % size == 0)
-            yield Violation(
-                f"{flag} {size} does not divide {counted_flag} {count}",
-                f"The nearest smaller size is {flag} {divisor}",
-            )
 
 
 def _batch_violations(command: Command, sizes: Sizes, chunks: int) -> Iterator[Violation]:

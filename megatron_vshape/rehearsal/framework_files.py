@@ -1,0 +1,293 @@
+"""Read configurations of NeMo-RL, Primus, ms-swift and overrides of Megatron-Bridge's recipes.
+
+These frameworks name their model, whose sizes are in another file. A command without these sizes is
+rejected by `check_model` of start_rules.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal.saved_config import flags_of_arguments, flags_of_config
+
+logger = logging.getLogger(__name__)
+
+_MARKERS = {
+    "GPT-NeoX": {"pipe_parallel_size", "model_parallel_size"},
+    "DeepSpeed": {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"},
+    "verl": {"actor_rollout_ref"},
+    "Hugging Face (set --model to it)": {"architectures", "model_type"},
+    "LLaMA-Factory or TRL": {"model_name_or_path"},
+    "NeMo 1": {"trainer", "exp_manager"},
+}
+"""Keys of files that are recognized and not read; one of them is enough."""
+
+_SWIFT_NAMES = {
+    "max_length": "seq_length",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+    "fp8_format": "fp8",
+    "fp4_format": "fp4",
+}
+"""Arguments of ms-swift that Megatron's parser has under other names."""
+
+_SWIFT_DEFAULTS = """
+    --micro_batch_size 1 --global_batch_size 16 --bf16 true --use_distributed_optimizer true
+    --cross_entropy_loss_fusion true --expert_tensor_parallel_size 1 --attention_backend flash
+    --recompute_granularity selective --moe_grouped_gemm true --moe_token_dispatcher_type alltoall
+""".split()
+"""Defaults of ms-swift's MegatronArguments that differ from Megatron's."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrameworkConfig:
+    """Flags of a framework's configuration, without those of its model."""
+
+    flags: Sequence[str]
+    model_name: str
+    nodes: str = ""
+    processes: str = ""  # per node
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def check_format(path: Path, content: Any) -> None:
+    """Raise ScheduleError if a file is recognized and not read."""
+    keys = {str(key).replace("-", "_") for key in content} if isinstance(content, dict) else set()
+    for library, markers in _MARKERS.items():
+        if keys & markers:
+            raise ScheduleError(
+                f"{path} is a file of {library}, a format that is not supported. Pass "
+                "pretrain_gpt.py with Megatron-LM's flags of the same run"
+            )
+
+
+def config_of_file(path: Path, content: Any, extra_flags: Sequence[str]) -> FrameworkConfig | None:
+    """Return the configuration in a YAML file, None if it is of none of these frameworks.
+
+    Raises:
+        ScheduleError: An included file is missing, or the run does not train with Megatron.
+    """
+    if not isinstance(content, dict):
+        return None
+    if isinstance(content.get("modules"), dict):
+        return _config_of_primus(path, _substitute(content, _environment_value), extra_flags)
+    if content.keys() & {"defaults", "policy"}:
+        content = _read_with_parents(path, "defaults")
+        if isinstance(content.get("policy"), dict):
+            return _config_of_nemo_rl(path, content, extra_flags)
+    if isinstance(content.get("model"), dict):
+        return _config_of_overrides(path, content, extra_flags)
+    return None
+
+
+def _config_of_overrides(
+    path: Path, content: Mapping[str, Any], extra_flags: Sequence[str], model_name: str = ""
+) -> FrameworkConfig:
+    """Read overrides of a recipe of Megatron-Bridge, which has the model."""
+    for name in content["model"]:
+        if "vision" in name or name == "teacher":
+            raise ScheduleError(f"{path} sets model.{name}: only language models are estimated")
+    return FrameworkConfig(flags_of_config(content, extra_flags), model_name)
+
+
+def _config_of_nemo_rl(
+    path: Path, content: Mapping[str, Any], extra_flags: Sequence[str]
+) -> FrameworkConfig:
+    """Read the training part of a recipe of NeMo-RL: `policy.megatron_cfg`."""
+
+    def referenced_value(match: re.Match[str]) -> Any:
+        """Look up ${policy.precision} and similar; functions such as ${mul:} are None."""
+        value: Any = content
+        for name in match[1].split("."):
+            value = value.get(name) if isinstance(value, dict) and not match[2] else None
+        return _substitute(value, referenced_value)
+
+    policy, cluster = (content.get(name) or {} for name in ("policy", "cluster"))
+    policy = _substitute(policy, referenced_value)
+    megatron = policy.get("megatron_cfg") or {}
+    if not megatron.get("enabled"):
+        raise ScheduleError(
+            f"{path} trains without Megatron: policy.megatron_cfg.enabled is not true"
+        )
+    model = {name: value for name, value in megatron.items() if not isinstance(value, dict)}
+    if not model.pop("activation_checkpointing", None):
+        model |= dict.fromkeys(("recompute_granularity", "recompute_modules"))
+    elif model.get("recompute_granularity", "full") == "full":
+        model |= {"recompute_granularity": "full", "recompute_method": "uniform"}
+        model |= {"recompute_num_layers": 1, "recompute_modules": None}
+    quantization, peft = (megatron.get(name) or {} for name in ("fp8_cfg", "peft"))
+    if quantization.get("enabled"):
+        model |= {name: value for name, value in quantization.items() if name.startswith("fp8")}
+    model |= megatron.get("model_overrides") or {}
+    model |= {
+        "seq_length": policy.get("max_total_sequence_length"),
+        "mtp_num_layers": model.get("mtp_num_layers") or None,
+        "bf16": policy.get("precision") == "bfloat16",
+    }
+    batches = ("global_batch_size", "micro_batch_size")
+    config = {
+        "model": model,
+        "ddp": megatron.get("distributed_data_parallel_config"),
+        "optimizer": megatron.get("optimizer"),
+        "train": {name: policy.get(f"train_{name}") for name in batches},
+        "peft": peft if peft.get("enabled") else None,
+    }
+    colocated = (policy.get("generation") or {}).get("colocated") or {}
+    rollout = {} if colocated.get("enabled", True) else colocated.get("resources") or {}
+    nodes = (cluster.get("num_nodes") or 1) - (rollout.get("num_nodes") or 0)
+    rollout_gpus = 0 if rollout.get("num_nodes") else rollout.get("gpus_per_node") or 0
+    return FrameworkConfig(
+        flags_of_config(config, extra_flags),
+        str(policy.get("model_name") or ""),
+        str(nodes),
+        str((cluster.get("gpus_per_node") or 0) - rollout_gpus),
+        {name: str(value) for name, value in (megatron.get("env_vars") or {}).items()},
+    )
+
+
+def _config_of_primus(
+    path: Path, content: Mapping[str, Any], extra_flags: Sequence[str]
+) -> FrameworkConfig:
+    """Read the trainer of a Primus experiment: its module, its model, then its overrides."""
+    trainer = next((value for name, value in content["modules"].items() if "trainer" in name), {})
+    framework = trainer.get("framework")
+    if framework not in ("megatron", "megatron_bridge"):
+        raise ScheduleError(f"{path} trains with {framework} in Primus: only Megatron is estimated")
+    parents = (parent / "primus" / "configs" for parent in path.resolve().parents)
+    root = next((parent for parent in parents if parent.is_dir()), None)
+    if root is None:
+        raise ScheduleError(
+            f"{path} includes files of primus/configs, which is in no folder above it: read the "
+            "file in a checkout of Primus"
+        )
+    module, model = (
+        _read_with_parents(root / kind / framework / f"{str(name).removesuffix('.yaml')}.yaml")
+        for kind, name in (("modules", trainer.get("config")), ("models", trainer.get("model")))
+    )
+    settings = model | (trainer.get("overrides") or {})
+    if framework == "megatron_bridge":
+        peft = settings.pop("peft", None)
+        config = {"model": settings, "peft": peft if peft != "none" else None}
+        name = str(settings.get("hf_path") or settings.get("flavor") or "")
+        return _config_of_overrides(path, config, extra_flags, name)
+    flags, unknown = flags_of_arguments(module | settings)
+    _warn_of_unknown(name for name in unknown if settings.get(name))
+    return FrameworkConfig(flags, "")
+
+
+def config_of_swift(words: Sequence[str]) -> FrameworkConfig | None:
+    """Return the configuration of `megatron sft`, `pt` or `rlhf` of ms-swift; None for others.
+
+    `words` are the command as a shell expands it, with variables before it.
+
+    Raises:
+        ScheduleError: The command trains adapters, or no language model.
+    """
+    start = words.index("megatron") if "megatron" in words else len(words)
+    if not {"sft", "pt", "rlhf"}.intersection(words[start + 1 : start + 2]):
+        return None
+    environment = dict(word.split("=", 1) for word in words[:start] if re.match(r"\w+=", word))
+    values: dict[str, list[Any]] = {}
+    name = ""
+    for word in (*_SWIFT_DEFAULTS, *words[start + 2 :]):
+        if word.startswith("--"):
+            flag, *value = word.removeprefix("--").split("=", 1)
+            name = flag.replace("-", "_")
+            name = _SWIFT_NAMES.get(name, name)
+            values[name] = [*map(_scalar, value)]
+        else:
+            values.setdefault(name, []).append(_scalar(word))
+    settings: dict[str, Any] = {
+        name: value[0] if len(value) == 1 else value for name, value in values.items()
+    }
+    if settings.get("tuner_type", "full") != "full" or "adapters" in settings:
+        raise ScheduleError(
+            "megatron of ms-swift with --tuner_type lora trains adapters: add --tuner_type full"
+        )
+    if settings.get("task_type", "causal_lm") != "causal_lm":
+        raise ScheduleError(f"--task_type {settings['task_type']} trains no language model")
+    if words[start + 1] == "rlhf":
+        logger.warning("models of megatron rlhf other than the trained one are not estimated")
+    flags, unknown = flags_of_arguments(settings)
+    _warn_of_unknown(unknown)
+    return FrameworkConfig(
+        flags,
+        str(settings.get("model") or ""),
+        environment.get("NNODES", "1"),
+        environment.get("NPROC_PER_NODE", ""),
+        environment,
+    )
+
+
+def _warn_of_unknown(names: Iterable[str]) -> None:
+    if names := [*names]:
+        logger.warning("no arguments of Megatron, ignored: %s", ", ".join(names))
+
+
+def _read_with_parents(path: Path, key: str = "extends") -> dict[str, Any]:
+    """Read a YAML file, merged into the files under `key`, whose paths are relative to it.
+
+    Raises:
+        ScheduleError: A file cannot be read.
+    """
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        content = yaml.safe_load(path.read_text())
+        if key == "extends":
+            content = _substitute(content, _environment_value)
+        names = content.pop(key, None) or []
+    except (OSError, AttributeError, yaml.YAMLError) as error:
+        raise ScheduleError(f"{path} is included and cannot be read: {error}") from None
+    merged: dict[str, Any] = {}
+    for name in [names] if isinstance(names, str) else names:
+        merged = _merge(merged, _read_with_parents(path.parent / name, key))
+    return _merge(merged, content)
+
+
+def _merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the base with the overrides, section by section."""
+    merged = dict(base)
+    for name, value in overrides.items():
+        section = merged.get(name)
+        is_section = isinstance(section, dict) and isinstance(value, dict)
+        replaces = is_section and value.get("_override_")  # NeMo-RL's marker
+        merged[name] = _merge(section or {}, value) if is_section and not replaces else value
+    return merged
+
+
+_REFERENCE = re.compile(r"\$\{(\w[\w.]*)(?::([^}]*))?\}")
+"""A reference to a setting or variable, as in ${policy.precision}, or with a default value."""
+
+
+def _substitute(value: Any, value_of: Callable[[re.Match[str]], Any]) -> Any:
+    """Replace references in all texts of a configuration."""
+    if isinstance(value, dict):
+        return {name: _substitute(entry, value_of) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_substitute(entry, value_of) for entry in value]
+    if not isinstance(value, str) or "${" not in value:
+        return value
+    if match := _REFERENCE.fullmatch(value):
+        return value_of(match)
+    return _REFERENCE.sub(lambda match: str(value_of(match)), value)
+
+
+def _environment_value(match: re.Match[str]) -> Any:
+    """Return the variable of ${NAME:default}, or its default."""
+    return _scalar(os.environ.get(match[1], match[2] or match[0]))
+
+
+def _scalar(text: str) -> Any:
+    """Return the number, truth value or null of a text; other texts as they are."""
+    try:
+        return json.loads(text.lower())
+    except ValueError:
+        return text

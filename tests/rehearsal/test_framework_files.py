@@ -1,0 +1,296 @@
+"""Configurations of other frameworks: flags, GPUs and model names, and clear rejections."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal.flags import Command, launched_gpus, read_command
+from megatron_vshape.rehearsal.start_rules import check_model
+
+pytest.importorskip("megatron.training.arguments")
+pytest.importorskip("yaml")
+
+MODEL = ("--num-layers", "32", "--hidden-size", "4096", "--num-attention-heads", "32")
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+NEMO_RL_BASE = """
+policy:
+  model_name: example/Model-1B
+  max_total_sequence_length: 512
+  train_global_batch_size: 512
+  train_micro_batch_size: 4
+  precision: bfloat16
+  max_grad_norm: 1.0
+  sizes: ${mul:2, 3}
+  generation:
+    colocated: {enabled: true, resources: {gpus_per_node: null, num_nodes: null}}
+  megatron_cfg:
+    enabled: false
+    activation_checkpointing: false
+    recompute_granularity: full
+    recompute_modules: null
+    tensor_model_parallel_size: 1
+    pipeline_model_parallel_size: 1
+    pipeline_dtype: ${policy.precision}
+    mtp_num_layers: 0
+    sequence_parallel: false
+    peft: {enabled: false}
+    fp8_cfg: {enabled: false, fp8: e4m3}
+    optimizer:
+      lr: 5.0e-6
+      use_distributed_optimizer: true
+      clip_grad: ${policy.max_grad_norm}
+    distributed_data_parallel_config: {grad_reduce_in_fp32: false, overlap_grad_reduce: true}
+cluster: {gpus_per_node: 8, num_nodes: 1}
+"""
+NEMO_RL = """
+defaults: ../base.yaml
+policy:
+  model_name: example/Model-8B
+  max_total_sequence_length: 4096
+  train_micro_batch_size: 1
+  megatron_cfg:
+    enabled: true
+    activation_checkpointing: true
+    tensor_model_parallel_size: 2
+    pipeline_model_parallel_size: 4
+    num_layers_in_first_pipeline_stage: 7
+    env_vars: {NVTE_FUSED_ATTN: 1}
+cluster: {num_nodes: 4}
+"""
+
+
+def nemo_rl(folder: Path, child: str = NEMO_RL) -> Command:
+    written(folder, "base.yaml", NEMO_RL_BASE)
+    return read_command([str(written(folder, "recipes/child.yaml", child))])
+
+
+def test_a_recipe_of_nemo_rl_follows_its_defaults(tmp_path: Path) -> None:
+    command = nemo_rl(tmp_path)
+    numbers = {
+        "--tensor-model-parallel-size": 2,
+        "--pipeline-model-parallel-size": 4,
+        "--decoder-first-pipeline-num-layers": 7,
+        "--seq-length": 4096,
+        "--global-batch-size": 512,
+        "--micro-batch-size": 1,
+        "--recompute-num-layers": 1,
+    }
+    assert {flag: command.number(flag, 0) for flag in numbers} == numbers
+    assert command.value("--recompute-granularity") == "full"
+    assert command.has("--bf16")
+    assert command.has("--grad-reduce-in-bf16")
+    assert command.has("--use-distributed-optimizer")
+    assert not command.has("--mtp-num-layers")
+    assert not command.has("--fp8-format")
+    assert launched_gpus(command) == (32, "")
+    assert command.environment["NVTE_FUSED_ATTN"] == "1"
+    assert command.model_name == "example/Model-8B"
+
+
+def test_nodes_of_generation_do_not_train(tmp_path: Path) -> None:
+    generation = "\n  generation: {colocated: {enabled: false, resources: {num_nodes: 1}}}\ncluster"
+    command = nemo_rl(tmp_path, NEMO_RL.replace("\ncluster", generation))
+    assert launched_gpus(command)[0] == 24
+
+
+@pytest.mark.parametrize(
+    ("changed", "change", "message"),
+    [
+        ("enabled: true", "enabled: false", "trains without Megatron"),
+        ("env_vars:", "peft: {enabled: true, dim: 8}\n    env_vars:", "adapters"),
+        ("base.yaml", "absent.yaml", "absent.yaml is included and cannot be read"),
+        ("Model-8B", "Qwen2.5-VL-3B", "trains a vision-language model"),
+    ],
+)
+def test_runs_of_nemo_rl_that_are_not_estimated(
+    tmp_path: Path, changed: str, change: str, message: str
+) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        nemo_rl(tmp_path, NEMO_RL.replace(changed, change))
+
+
+PRIMUS = """
+work_group: ${PRIMUS_TEAM:amd}
+modules:
+  pre_trainer:
+    framework: megatron
+    config: pre_trainer.yaml
+    model: ${PRIMUS_MODEL:small}.yaml
+    overrides:
+      seq_length: ${PRIMUS_SEQ_LENGTH:4096}
+      pipeline_model_parallel_size: ${PRIMUS_PP:2}
+      mtp_num_layers: null
+      train_data_path: ${PRIMUS_DATA:null}
+      use_turbo_attention: true
+"""
+
+
+def primus(folder: Path, text: str = PRIMUS) -> Command:
+    configs = folder / "primus" / "configs"
+    written(configs, "models/megatron/base.yaml", "hidden_size: 64\nnum_attention_heads: 4\n")
+    model = "extends:\n  - base.yaml\nnum_layers: 12\nhidden_size: 128\nswiglu: true\n"
+    written(configs, "models/megatron/small.yaml", model)
+    module = (
+        "micro_batch_size: 2\nglobal_batch_size: 16\nbf16: true\nseq_length: 1024\nload: null\n"
+    )
+    written(configs, "modules/megatron/pre_trainer.yaml", module)
+    return read_command([str(written(folder, "examples/megatron/run.yaml", text))])
+
+
+def test_an_experiment_of_primus_extends_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PRIMUS_PP", "4")
+    command = primus(tmp_path)
+    numbers = {
+        "--num-layers": 12,
+        "--hidden-size": 128,
+        "--num-attention-heads": 4,
+        "--seq-length": 4096,
+        "--pipeline-model-parallel-size": 4,
+        "--global-batch-size": 16,
+    }
+    assert {flag: command.number(flag, 0) for flag in numbers} == numbers
+    assert command.has("--swiglu")
+    assert not command.has("--train-data-path")
+    assert "no arguments of Megatron, ignored: use_turbo_attention" in caplog.text
+    check_model(command)
+
+
+def test_experiments_of_primus_that_are_not_estimated(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match="trains with torchtitan in Primus"):
+        primus(tmp_path, PRIMUS.replace("framework: megatron", "framework: torchtitan"))
+    with pytest.raises(ScheduleError, match="missing.yaml is included and cannot be read"):
+        primus(tmp_path, PRIMUS.replace("small}", "missing}"))
+
+
+SWIFT = r"""
+# 8 * 80GiB
+PYTORCH_CUDA_ALLOC_CONF='expandable_segments:True' \
+NPROC_PER_NODE=8 \
+NNODES=2 \
+megatron sft \
+    --model example/Model-32B \
+    --dataset some/data#500 \
+    --packing true \
+    --tensor_model_parallel_size 4 \
+    --pipeline_model_parallel_size $PP \
+    --virtual_pipeline_model_parallel_size 2 \
+    --sequence_parallel true \
+    --recompute_granularity full \
+    --recompute_method uniform \
+    --recompute_num_layers 1 \
+    --micro_batch_size 2 \
+    --max_length=8192
+"""
+
+
+def test_an_experiment_of_primus_needs_its_checkout(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match="read the file in a checkout of Primus"):
+        read_command([str(written(tmp_path, "run.yaml", PRIMUS))])
+
+
+def test_a_command_of_ms_swift_becomes_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PP", "2")
+    command = read_command([str(written(tmp_path, "sft.sh", SWIFT))])
+    numbers = {
+        "--tensor-model-parallel-size": 4,
+        "--pipeline-model-parallel-size": 2,
+        "--num-virtual-stages-per-pipeline-rank": 2,
+        "--seq-length": 8192,
+        "--micro-batch-size": 2,
+        "--global-batch-size": 16,
+    }
+    assert {flag: command.number(flag, 0) for flag in numbers} == numbers
+    assert command.has("--sequence-parallel")
+    assert command.has("--use-distributed-optimizer")
+    assert command.value("--recompute-granularity") == "full"
+    assert not command.has("--packing")
+    assert launched_gpus(command) == (16, "")
+    assert command.model_name == "example/Model-32B"
+    words = SWIFT.replace("\\\n", " ").replace("$PP", "2").replace("'", "").splitlines()[2].split()
+    assert read_command(words) == command
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tuner_type lora --lora_rank 8", "adapters"),
+        ("--task_type embedding", "--task_type embedding trains no language model"),
+        ("--model Qwen/Qwen2.5-VL-7B-Instruct", "trains a vision-language model"),
+    ],
+)
+def test_commands_of_ms_swift_that_are_not_estimated(flags: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        read_command(["megatron", "sft", "--model", "example/Model-7B", *flags.split()])
+
+
+def test_overrides_of_a_recipe_need_the_model(tmp_path: Path) -> None:
+    text = (
+        "model: {seq_length: 4096, pipeline_model_parallel_size: 2}\n"
+        "train: {global_batch_size: 32, micro_batch_size: 2}\noptimizer: {lr: 0.0003}\n"
+    )
+    file = str(written(tmp_path, "override.yaml", text))
+    with pytest.raises(ScheduleError, match="has no --num-layers and no --hidden-size, so the"):
+        check_model(read_command([file]))
+    command = read_command([file, *MODEL])
+    check_model(command)
+    assert command.number("--pipeline-model-parallel-size", 1) == 2
+    assert command.number("--global-batch-size", 0) == 32
+    assert command.layers == 32
+    with pytest.raises(ScheduleError, match="sets model.freeze_vision_model"):
+        read_command([str(written(tmp_path, "v.yaml", "model: {freeze_vision_model: true}\n"))])
+
+
+NEOX = {"pipe-parallel-size": 4, "model-parallel-size": 2, "num-layers": 44, "hidden-size": 6144}
+
+
+@pytest.mark.parametrize(
+    ("content", "library"),
+    [
+        (NEOX, "GPT-NeoX"),
+        ({name.replace("-", "_"): value for name, value in NEOX.items()}, "GPT-NeoX"),
+        ({"train_batch_size": 8, "zero_optimization": {"stage": 3}}, "DeepSpeed"),
+        ({"actor_rollout_ref": {"actor": {"strategy": "megatron"}}, "trainer": {}}, "verl"),
+        ({"architectures": ["LlamaForCausalLM"], "hidden_size": 4096}, "Hugging Face"),
+        ({"model_name_or_path": "m", "stage": "sft"}, "LLaMA-Factory"),
+        ({"trainer": {"devices": 8}, "model": {"num_layers": 12}}, "NeMo 1"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_files_of_other_libraries_are_named(
+    tmp_path: Path, content: dict[str, object], library: str, suffix: str
+) -> None:
+    """A file of GPT-NeoX was estimated with one GPU, because its sizes have other names."""
+    file = written(tmp_path, f"file.{suffix}", json.dumps(content))
+    with pytest.raises(ScheduleError, match=f"is a file of {library}.*, a format that is not"):
+        read_command([str(file)])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("defaults.yaml", "defaults: base.yaml\nnum_layers: 3\n"),  # absent file
+        ("sections.yaml", "data: {path: x}\nlr: 0.1\n"),  # not a list of flags
+        ("vision.sh", "pretrain_gpt.py --model-name some-72b --tensor-model-parallel-size 8\n"),
+    ],
+)
+def test_a_file_that_is_not_understood_is_no_estimate(tmp_path: Path, name: str, text: str) -> None:
+    """Files with `defaults` and scripts of a model by name were estimated without layers."""
+    file = written(tmp_path, name, text)
+    with pytest.raises(ScheduleError):
+        check_model(read_command([str(file)]))
