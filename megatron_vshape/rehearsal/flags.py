@@ -521,7 +521,7 @@ def _command_of_shell(
     if not any(word.startswith("--") for word in flags):
         raise ScheduleError(
             f"{path} has no flags of Megatron-LM, neither in an array nor after a script's name. "
-            f"Commands of other libraries, as in megatron sft, are not read. {_INSTEAD}"
+            f"Of other libraries, only megatron sft, pt and rlhf are read. {_INSTEAD}"
         )
     environment = {
         name: value for name, value in shell.variables.items() if name.startswith(VARIABLES)
