@@ -598,7 +598,8 @@ def _tokens_in_folder(folder: Path) -> int:
     try:
         content = json.loads((folder / "tokenizer.json").read_text())
         tokens = [*content["model"]["vocab"].values()]
-        return 1 + max(tokens + [token["id"] for token in content.get("added_tokens", [])])
+        tokens += [token["id"] for token in content.get("added_tokens", [])]
+        return 1 + max(map(int, tokens))
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         pass  # some models have no such file, or a list of tokens in it
     try:

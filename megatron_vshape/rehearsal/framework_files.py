@@ -156,7 +156,9 @@ def _config_of_primus(
     path: Path, content: Mapping[str, Any], extra_flags: Sequence[str]
 ) -> FrameworkConfig:
     """Read the trainer of a Primus experiment: its module, its model, then its overrides."""
-    trainer = next((value for name, value in content["modules"].items() if "trainer" in name), {})
+    trainer: Mapping[str, Any] = next(
+        (value for name, value in content["modules"].items() if "trainer" in name), {}
+    )
     framework = trainer.get("framework")
     if framework not in ("megatron", "megatron_bridge"):
         raise ScheduleError(f"{path} trains with {framework} in Primus: only Megatron is estimated")
