@@ -22,7 +22,7 @@ _PATH = re.compile(r"[/\\]|\.(json|csv|ya?ml|py)$")
 
 
 def safe_words(text: str) -> list[str]:
-    """Return the words of a pasted command or shell script, with a script of Megatron-LM's name.
+    """Return the words of a pasted command, with a script of Megatron-LM's name.
 
     Raises:
         ScheduleError: The command names another script, a file or a module.
@@ -61,9 +61,11 @@ def _command_of(text: str) -> Command:
     if not lines:
         raise ScheduleError("the command is empty: paste a training command with its flags")
     if not all(line.startswith("-") for line in lines[1:]):
-        script = Path("command.sh")  # parsed, never executed
-        script.write_text(text)
-        return read_command([str(script)], sources=False)
+        raise ScheduleError(
+            "the page reads no shell scripts, because bash would expand them. Paste the training "
+            f"command with its flags, or estimate the script {_IN_TERMINAL.removesuffix('COMMAND')}"
+            "SCRIPT.sh"
+        )
     try:
         words = shlex.split(" ".join(lines))
     except ValueError as error:

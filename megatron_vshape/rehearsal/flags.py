@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
 from math import lcm
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from megatron_vshape.core.model.files import fault_of
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.layout import hybrid
+from megatron_vshape.mcore.setup.judged_arguments import TOPICS
 from megatron_vshape.rehearsal.framework_files import (
     FrameworkConfig,
     check_format,
@@ -28,7 +28,12 @@ from megatron_vshape.rehearsal.saved_config import (
     flags_of_config,
     is_saved_config,
 )
-from megatron_vshape.rehearsal.shell_script import ShellScript, SlurmSizes, sbatch_words
+from megatron_vshape.rehearsal.shell_script import (
+    SlurmSizes,
+    expand_script,
+    sbatch_words,
+    training_command,
+)
 
 FILES = """
     --data-path --train-data-path --valid-data-path --test-data-path --data-cache-path
@@ -101,6 +106,7 @@ class Command:
     environment: Mapping[str, str] = field(default_factory=dict)
     launched: Mapping[str, str] = field(default_factory=dict)  # nodes and processes per node
     model_name: str = ""  # of a framework's configuration, which has no sizes of the model
+    notes: tuple[str, ...] = ()  # for the user: what was left out or assumed
 
     def value(self, flag: str, default: str | None = None) -> str | None:
         """Return the value of the last occurrence of a flag.
@@ -218,14 +224,14 @@ class Command:
         return replace(self, flags=(*remaining, *flags_of(values)))
 
 
-def read_command(words: Sequence[str], sources: bool = True) -> Command:
+def read_command(words: Sequence[str]) -> Command:
     """Return the command in the words after `--`: as in a shell, or with a file that contains it.
 
     torchrun and python before the script are skipped. The first word can be a file: a YAML file of
     Megatron-LM's functional tests, a saved configuration of Megatron-Bridge (also in checkpoints of
     NeMo-RL), `transformer_config.json` of a checkpoint of verl, a shell script, or flags alone.
-    Flags after the file are added; other words after a shell script are its parameters. Files that
-    it sources are read if `sources` is true.
+    Flags after the file are added; other words after a shell script are its parameters. bash
+    expands a shell script, without running its commands.
 
     Raises:
         ScheduleError: There is no command, or the file has none.
@@ -249,27 +255,37 @@ def read_command(words: Sequence[str], sources: bool = True) -> Command:
     else:
         command = Command("pretrain_gpt.py", ())
     if words and not words[0].startswith("-"):
-        file_command = _command_of_file(Path(words[0]), command, words[1:], sources)
+        file_command = _command_of_file(Path(words[0]), command, words[1:])
         command = replace(file_command, script=command.script) if scripts else file_command
     else:
         command = replace(command, flags=tuple(words))
     _reject_other_models(command)
-    _check_variables(command)
+    command = _without_unknown(command)
     if not scripts and command.pattern and command.script == "pretrain_gpt.py":
         return replace(command, script="pretrain_hybrid.py")
     return command
 
 
 _NODES, _PROCESSES = "--nnodes", "--nproc-per-node"
+_SIZE_OPTIONS = {
+    _NODES: _NODES,
+    _PROCESSES: _PROCESSES,
+    "--num-nodes": _NODES,
+    "--num-gpus": _PROCESSES,
+    "--actor-num-nodes": _NODES,  # of slime and miles, started by ray
+    "--actor-num-gpus-per-node": _PROCESSES,
+}
 
 
 def _launch_options(words: Sequence[str]) -> dict[str, str]:
-    """Return torchrun's numbers of nodes and of processes per node, as given."""
-    options = {}
+    """Return the numbers of nodes and of processes per node of torchrun, deepspeed or ray."""
+    options: dict[str, str] = {}
     for word, next_word in pairwise((*words, "")):
         name, equals, value = word.partition("=")
-        options[name.replace("_", "-")] = value if equals else next_word
-    return {name: options[name] for name in (_NODES, _PROCESSES) if name in options}
+        option = _SIZE_OPTIONS.get(name.replace("_", "-"))
+        if option is not None and not value.startswith("--"):
+            options[option] = value if equals else next_word
+    return dict(sorted(options.items()))
 
 
 def launched_gpus(command: Command) -> tuple[int | None, str]:
@@ -279,7 +295,7 @@ def launched_gpus(command: Command) -> tuple[int | None, str]:
     """
     options = command.launched
     nodes, processes = options.get(_NODES, "1"), options.get(_PROCESSES, "")
-    if nodes.isdigit() and processes.isdigit():
+    if nodes.isdigit() and processes.isdigit() and int(nodes) * int(processes):
         return int(nodes) * int(processes), ""
     if not options:
         return None, ""
@@ -290,21 +306,83 @@ def launched_gpus(command: Command) -> tuple[int | None, str]:
     )
 
 
-_UNKNOWN = re.compile(r"\$\{?(\w+|[@*#?])[^\s}]*\}?|\$\([^)]*\)?|`[^`]*`?")
-"""A variable or command substitution of a shell."""
+_UNKNOWN = re.compile(r"\$\{?(\w+|[@*#?])[^\s}]*\}?|\$\([^)]*\)?|`[^`]*`?|@\{[^}]*\}?")
+"""A variable or command substitution of a shell, or the output of a command that bash skipped."""
+
+_UNIMPORTANT = {
+    "--" + word.partition(">")[0].partition("<")[0].replace("_", "-"): topic.title
+    for topic in TOPICS
+    if not topic.changes_step
+    for word in topic.names.split()
+}
+"""Flags that change neither memory nor time of a step, and their topic."""
+
+MEGATRON_FLAGS = {
+    *(f"--{word.replace('_', '-')}" for topic in TOPICS for word in topic.names.split()),
+    *FILES,
+    *("--fp8-format", "--fp4-format", "--norm-epsilon", "--output-logit-dtype"),
+    *("--cuda-graph-scope", "--microbatch-group-size-per-virtual-pipeline-stage"),
+}
+"""Megatron's flags with values, by the names of their attributes; the last have other names."""
 
 
-def _check_variables(command: Command) -> None:
-    """Raise ScheduleError if the flags still have variables of a shell."""
-    flags = command.without(FILES.__contains__).flags
+def _without_unknown(command: Command) -> Command:
+    """Remove flags with unknown values that do not change a step, with all flags of their topic.
+
+    They are flags of Megatron for data, logs and so on, and flags that it does not have.
+
+    Raises:
+        ScheduleError: Values of other flags are unknown.
+    """
+    checked = command.without(FILES.__contains__)
+    flag, flags_of_unknown, names = "", dict[str, None](), dict[str, None]()
     values = [value for name, value in command.environment.items() if name.startswith(VARIABLES)]
-    matches = [match for word in (*flags, *values) for match in _UNKNOWN.finditer(word)]
-    names = dict.fromkeys(f"${match[1]}" if match[1] else match[0] for match in matches)
+    has_layers = command.pattern or command.has("--num-layers")
+    important = MEGATRON_FLAGS - _UNIMPORTANT.keys()
+    for word in (*checked.flags, "--", *values):
+        if word.startswith("--"):
+            flag = "--" + word[2:].partition("=")[0].replace("_", "-")
+        unknown = {_unknown_text(match): None for match in _UNKNOWN.finditer(word)}
+        # Without layers, an unknown word may hold the flags of the model.
+        is_ignored = has_layers and flag != "--" and flag not in important
+        if unknown and is_ignored:
+            flags_of_unknown[flag] = None
+        else:
+            names |= unknown
     if names:
+        example = next((name for name in names if re.fullmatch(r"\$[A-Z]\w*", name)), "$NAME")
         raise ScheduleError(
             f"the command has variables without a value: {', '.join(names)}. Neither the script "
-            "nor the environment sets them. Export them; $1, $2 and so on are the words after the "
-            "script's name; replace $(...) by its output"
+            f"nor the environment sets them. Set them: {example[1:]}=... megatron-vshape ...; $1, "
+            "$2 and so on are the words after the script's name; replace $(...) by its output"
+        )
+    if not flags_of_unknown:
+        return command
+    topics = set(map(_topic_of, flags_of_unknown))
+    note = f"Ignored, with unknown values and no effect on a step: {', '.join(flags_of_unknown)}."
+    remaining = command.without(lambda flag: _topic_of(flag) in topics and flag not in FILES)
+    return replace(remaining, notes=(*command.notes, note))
+
+
+def _topic_of(flag: str) -> str:
+    """Return the topic of a flag without effect on a step, else its name."""
+    name = flag.replace("_", "-")
+    return _UNIMPORTANT.get(name, name)
+
+
+def _unknown_text(match: re.Match[str]) -> str:
+    if match[1]:
+        return f"${match[1]}"
+    return re.sub(r"^@\{(.*?)\}?$", r"$(\1)", match[0].replace("\u00a0", " "))
+
+
+def check_layers(command: Command) -> None:
+    """Raise ScheduleError if the command has no layers: its model has not been understood."""
+    if command.layers < 1:
+        raise ScheduleError(
+            f"the command of {command.script} has no number of layers: --num-layers or "
+            f"{hybrid.FLAG} is missing, so its model is unknown. Add the model's flags after the "
+            f"command. {' '.join(command.notes)}".rstrip()
         )
 
 
@@ -336,9 +414,7 @@ def _reject_other_models(command: Command) -> None:
             )
 
 
-def _command_of_file(
-    path: Path, command: Command, extra_words: Sequence[str], sources: bool
-) -> Command:
+def _command_of_file(path: Path, command: Command, extra_words: Sequence[str]) -> Command:
     try:
         text = path.read_text()
     except OSError as error:
@@ -351,7 +427,7 @@ def _command_of_file(
         parameters = [
             *takewhile(lambda word: not word.startswith("-"), extra_words)
         ]  # $1, $2 and so on
-        command = _command_of_shell(path, text, command, parameters, sources)
+        command = _command_of_shell(path, text, command, parameters)
         extra_words = extra_words[len(parameters) :]
     else:
         command = replace(command, flags=tuple(shlex.split(text, comments=True)))
@@ -499,42 +575,45 @@ def _words_of(value: Any) -> list[str]:
 
 
 def _command_of_shell(
-    path: Path, text: str, command: Command, parameters: Sequence[str], sources: bool
+    path: Path, text: str, command: Command, parameters: Sequence[str]
 ) -> Command:
-    """Return the command of a shell script, without the flags of its launcher."""
-    numbered = {str(number): word for number, word in enumerate(parameters, 1)}
-    path_variables = {"0": str(path), "BASH_SOURCE": str(path)}
+    """Return the command of a shell script, without the flags of its launcher.
+
+    Raises:
+        ScheduleError: The script has no training command and no flags of Megatron-LM.
+    """
     sbatch = sbatch_words(text)
-    variables = {
-        **SlurmSizes.of(sbatch).variables(),
-        **command.environment,
-        **path_variables,
-        **numbered,
-    }
-    shell = ShellScript(text, variables, sourced=() if sources else None)
-    for match in _SWIFT.finditer(text.replace("\\\n", " ")):
-        line = Template(match[0]).safe_substitute({**os.environ, **shell.variables})
-        words = shlex.split(line)  # `#` is no comment in --dataset name#500
-        if (config := config_of_swift(words)) is not None:
+    variables = {**SlurmSizes.of(sbatch).variables(), **command.environment}
+    expansion = expand_script(text, path, parameters, variables)
+    for record in expansion.records:
+        assignments = [f"{name}={value}" for name, value in record.environment.items()]
+        if (config := config_of_swift([*assignments, *record.words])) is not None:
             return _command_of_framework(config, command)
-    script, flags, launcher = shell.command()
-    if not any(word.startswith("--") for word in flags):
+    started = training_command(expansion, MEGATRON_FLAGS)
+    if not any(word.startswith("--") for word in started.flags):
+        empty = re.search(r"\.py[\"']?[ \t]+[\"']?\$\{?([A-Z]\w*)", "\n".join(expansion.texts))
+        if empty is not None:
+            raise ScheduleError(
+                f"{path} takes the flags of the training from ${empty[1]}, which is empty. Set it: "
+                f"{empty[1]}=... megatron-vshape ..."
+            )
         raise ScheduleError(
             f"{path} has no flags of Megatron-LM, neither in an array nor after a script's name. "
             f"Of other libraries, only megatron sft, pt and rlhf are read. {_INSTEAD}"
         )
+    notes = [f"{path} sources {name}, which cannot be read." for name in expansion.unreadable]
     environment = {
-        name: value for name, value in shell.variables.items() if name.startswith(VARIABLES)
+        name: value for name, value in started.environment.items() if name.startswith(VARIABLES)
     }
-    slurm = SlurmSizes.of([*sbatch, *launcher])
-    launched = _launch_options([*flags, *launcher])
+    launched = _launch_options([*started.flags, *started.launcher])
+    slurm = SlurmSizes.of([*sbatch, *started.launcher])
     if not launched and slurm.processes:  # srun starts one process per GPU
         launched = {_NODES: slurm.nodes or "1", _PROCESSES: slurm.processes}
-    shell_command = Command(script or command.script, tuple(flags), environment, launched)
+    script = started.script or command.script
+    shell_command = Command(script, tuple(started.flags), environment, launched, notes=tuple(notes))
     return shell_command.without(lambda flag: flag.startswith(_LAUNCHER))
 
 
-_SWIFT = re.compile(r"(?m)^[^#\n]*\bmegatron\s+(?:sft|pt|rlhf)\b.*$")
 _LAUNCHER = ("--nproc", "--nnodes", "--node", "--master", "--rdzv")
 """Beginnings of torchrun's flags, which scripts keep in arrays too."""
 

@@ -1,64 +1,76 @@
-"""Reads a training command from a shell script without running the script.
+"""Reads a training command from a shell script: bash expands the script without running it.
 
-Variables, arrays and the line that starts the training are read, as bash expands them, also in
-files that the script sources and in functions that it calls. Of `case` and `if`, only the branch
-that bash takes is read. Where that depends on something else than values of variables, such as
-files, all branches are read in order. Options of sbatch and srun have the number of GPUs.
+`reader.sh` explains how commands are kept from being executed. Here, files are prepared for it,
+its records are received, and the training command is found among them. Options of sbatch, srun and
+other launchers have the number of GPUs.
 """
 
 from __future__ import annotations
 
-import ast
-import operator
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from functools import partial
-from itertools import chain, pairwise
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise, takewhile
 from pathlib import Path
+from threading import Timer
+from typing import IO
 
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal.model_files import PROGRAM, flags_of_model
 
-_BEGINS = re.compile(
-    r"(?m)^[ \t]*(?:(?P<condition>case|if)\b(?P<rest>.*)|(?:source|\.)[ \t]+(?P<file>\S.*)$|"
-    r"(?:(?:export|local|readonly|declare(?:[ \t]+-\w+)*)[ \t]+)?(?=\w+\+?=))"
+SECONDS = 8.0
+"""Time limit of a script."""
+
+_MAX_BYTES = 16 << 20
+_MAX_FILES = 200
+_MAX_DEPTH = 3
+
+_HARMLESS = """
+    seq basename dirname nproc expr bc wc tr cut head tail cat grep realpath readlink rev paste fold
+    nl uname id whoami numfmt
+""".split()
+"""Programs that neither write files nor start others, with any arguments."""
+
+_SOURCE_FILE = """\
+__source "$1"
+shift
+[[ -z $__copy || $# -gt 0 ]] || command . "$__copy" "${__parameters[@]}"
+[[ -z $__copy || $# -eq 0 ]] || command . "$__copy" "$@"
+"""
+
+_HIDDEN = re.compile(
+    r"BASH\w*|BASH_FUNC_.*|ENV|SHELLOPTS|PS4|IFS|LD_\w+|GCONV_PATH|LOCPATH|BC_ENV_ARGS|POSIXLY_CORRECT"
 )
-_OF_IF = re.compile(r"(?m)^[ \t]*(if|elif|else|fi)\b(.*)$")
-_OF_CASE = re.compile(r"(?m)^[ \t]*\(?([^\s()]+)\)(.*?);;", re.S)
-_TEST = re.compile(r"\s*\[\[?\s+(.*?)\s+\]\]?[\s;]*(?:then)?\s*")
-_COMPARED = {
-    "-eq": operator.eq,
-    "-ne": operator.ne,
-    "-lt": operator.lt,
-    "-le": operator.le,
-    "-gt": operator.gt,
-    "-ge": operator.ge,
-}
-_ASSIGNED = re.compile(
-    r"""(?P<name>\w+)(?P<adds>\+?)=(?:(?P<array>\()|"""
-    r"""(?P<value>(?:\$\(\(.*?\)\)|"(?:\\.|[^"\\])*"|'[^']*'|\$\([^)]*\)|\$\{[^}]*\}|[^\s;"'])*)"""
-    r"""[ \t]*(?:;[ \t]*)?(?:export[ \t]+)?)""",
-    re.S,
+"""Variables of the environment that change bash or its programs."""
+
+_REWRITTEN = (
+    # A guard that ends the script; what is missing is reported if it matters.
+    (re.compile(r"\$\{(\w+):?\?[^{}]*\}"), r"${\1}"),
+    (re.compile(r"=<[A-Za-z][^<>\n]*>"), "=@{placeholder}"),  # as in CHECKPOINT=<path>
+    # Output to files is discarded: a restricted shell would skip the command.
+    (re.compile(r"&>>?[ \t]*/dev/null\b|>&[ \t]*/dev/null\b"), ">&9 2>&9"),
+    (re.compile(r">>?[ \t]*/dev/null\b"), ">&9"),
+    (
+        re.compile(
+            r"""(?m)^((?!.*(?:\(\(|\[\[)).*[ \t)])[&\d]?>>?\|?[ \t]*"""
+            r"""(?:"[^"\n]*"|\$\([^()\n]*\)|[^\s&|;<>()"'`])+"""
+            r"""(?=[ \t]*(?:\d?>&\d[ \t]*)?(?:$|[&|;]|<<|\#))"""
+        ),
+        r"\1>&9",
+    ),
+    # Variables that a restricted shell does not set, and folders of launchers.
+    (re.compile(r"(?<![\w$/])(PATH|LD_\w+|BASH_ENV|ENV|SHELL|LOCPATH)(?=\+?=)"), r"\1_"),
+    (re.compile(r"(?<![\w=])[\w./-]*/(?=(?:python3?|torchrun|srun|deepspeed)[ \t])"), ""),
 )
-_ALL_OF = re.compile(r"\$\{(\w+)\[[@*]\]\}")
-_DEFAULT = re.compile(r"\$\{(\w+):?[-=]([^}]*)\}")
-_ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
-_PRINTS = re.compile(r"\s*(?:echo|printf|if|elif|test|\[|\[\[|cat|cp|ls)\s")
-_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
-_PATH = re.compile(
-    r"\$\((dirname|basename|realpath|readlink -f|cd)\s+(?:--\s+)?[\"']?([^\"'()\s$`]+)[\"']?"
-    r"([^()]*)\)"
-)
-_FUNCTION = re.compile(
-    r"(?ms)^([ \t]*)(?:function[ \t]+(\w+)[ \t]*(?:\(\))?|(\w+)[ \t]*\(\))\s*\{(.*?)^\1\}[ \t]*$"
-)
-_PARAMETER = re.compile(r"\$(?:\{(\d+)(?::?-([^}]*))?\}|(\d)|[@*])")
-_WORD = re.compile(r"""(?:"[^"]*"|'[^']*'|[^\s"'])+""")
-_PART = re.compile(r"""(?P<quoted>"(?:\\.|[^"\\])*"|'[^']*')|(?P<end>(?<=\s)\d?[<>|&]|;)|.""", re.S)
-_STARTS = re.compile(r"([^\s=\"'*]+\.py)[\"']?(?:[ \t]+(.*))?$", re.M)
+_OWN_PATH = re.compile(r"\bBASH_SOURCE(?:\[0\])?(?!\[)")
+_FIRST_PATH = re.compile(r"(?<=\$)0\b|(?<=\$\{)0(?=\W)")
 
 
 _SIZES_OF_SLURM = {
@@ -66,13 +78,6 @@ _SIZES_OF_SLURM = {
     "--gpus-per-node": "gpus",
     "--gres": "gpus",
     "--ntasks-per-node": "tasks",
-}
-_COMPUTED = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
 }
 
 
@@ -127,317 +132,329 @@ class SlurmSizes:
         return {name: value for name, value in values.items() if value}
 
 
-class ShellScript:
-    """The variables, the arrays and the command lines of a script."""
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The words of a command that was not executed, its environment, and the commands around it."""
 
-    def __init__(
-        self,
-        text: str,
-        environment: Mapping[str, str],
-        arrays: Mapping[str, list[str]] | None = None,
-        sourced: tuple[Path, ...] | None = (),
-    ) -> None:
-        """Read the assignments of a script.
-
-        Args:
-            text: the script.
-            given: variables of its environment; `0` and BASH_SOURCE are its path.
-            arrays: arrays of the script that sources it.
-            sourced: files that are being read; None: read no other file.
-
-        Raises:
-            ScheduleError: An array is unknown, and a sourced file cannot be read.
-        """
-        text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text).replace("\\\n", " ")
-        self._text = _with_bodies(text.replace("{BASH_SOURCE[0]}", "{BASH_SOURCE}"))
-        self.variables = dict(environment)
-        self._arrays = dict(arrays or {})
-        self._sourced, self._unreadable = sourced, ""
-        self._not_taken: list[tuple[int, int]] = []  # from and to where in the text
-        for line in _BEGINS.finditer(self._text):
-            if not self._taken(line.start()):
-                continue
-            if line["file"] is not None:
-                self._source(line["file"])
-            elif line["condition"] is None:
-                self._assign(line.end())
-            elif line["condition"] == "case":
-                self._skip(self._of_case(line))
-            else:
-                self._skip(self._of_if(line))
-
-    def command(self) -> tuple[str | None, list[str], list[str]]:
-        """Return the training script, None if the script has none, its flags, and the launcher's.
-
-        If the line that starts the training names no array, the flags of all arrays are added, for
-        scripts that pass them on in other ways.
-        """
-        script, flag_groups, launcher, uses_arrays = None, list[list[str]](), list[str](), False
-        for line in self._lines():
-            script = self._fill(line[1])
-            prefix = line.string[: line.start()]
-            arrays = [array for array in _ALL_OF.findall(prefix) if array in self._arrays]
-            launcher += chain.from_iterable(map(self._arrays.__getitem__, arrays))
-            launcher += self._words(_ALL_OF.sub("", prefix))
-            flags = self._words(line[2] or "", ends=True)
-            flag_groups += (
-                [flags] if flags not in flag_groups else []
-            )  # a variable, and the line that uses it
-            uses_arrays |= bool(_ALL_OF.search(line[2] or ""))
-        if not uses_arrays:
-            flag_groups = [*self._arrays.values(), *flag_groups]
-        return script, [*chain.from_iterable(flag_groups)], launcher
-
-    def _lines(self) -> list[re.Match[str]]:
-        """Find the command lines: with a script of Megatron, else with any Python file."""
-        lines = [
-            line[0]
-            for line in re.finditer(r"(?m)^.+$", self._text)
-            if self._taken(line.start()) and not _PRINTS.match(line[0])
-        ]
-        matches = [match for match in map(_STARTS.search, lines) if match]
-        if not any(
-            match[2] for match in matches
-        ):  # a variable holds the script or the whole command
-            filled = (self._fill(line).replace("\n", " ") for line in lines if "$" in line)
-            matches += [match for match in map(_STARTS.search, filled) if match]
-        return [match for match in matches if "pretrain" in match[1]] or matches
-
-    def _taken(self, position: int) -> bool:
-        return not any(start <= position < end for start, end in self._not_taken)
-
-    def _skip(self, branches: list[tuple[bool | None, int, int]]) -> None:
-        """Skip the branches that bash does not take: whether one holds, and where it is."""
-        for number, (holds, *_) in enumerate(branches):
-            if holds is None:
-                return
-            if holds:
-                branches = branches[:number] + branches[number + 1 :]
-                break
-        self._not_taken += [(start, end) for _, start, end in branches]
-
-    def _of_case(self, line: re.Match[str]) -> list[tuple[bool | None, int, int]]:
-        """List the branches of a `case`."""
-        end = self._text.find("esac", line.end())
-        value = self._value(_unquoted(line["rest"].partition(" in")[0].strip()))
-        return [
-            (
-                None
-                if value is None
-                else any(
-                    fnmatchcase(value, _unquoted(pattern)) for pattern in branch[1].split("|")
-                ),
-                branch.start(2),
-                branch.end(2),
-            )
-            for branch in _OF_CASE.finditer(self._text, line.end(), max(end, line.end()))
-        ]
-
-    def _of_if(self, line: re.Match[str]) -> list[tuple[bool | None, int, int]]:
-        """List the branches of an `if` of several lines."""
-        branches: list[tuple[bool | None, int, int]] = []
-        depth, condition, start = 0, line["rest"], line.end()
-        if re.search(r"\bfi\b", condition):
-            return []
-        for word in _OF_IF.finditer(self._text, line.end()):
-            opens = word[1] == "if" and not re.search(r"\bfi\b", word[2])
-            depth += opens - (word[1] == "fi")
-            if depth < 0 or (depth == 0 and word[1] in ("elif", "else")):
-                holds = True if condition is None else self._holds(condition)
-                branches.append((holds, start, word.start()))
-                condition = word[2] if word[1] == "elif" else None
-                start = word.end()
-            if depth < 0:
-                break
-        return branches
-
-    def _holds(self, condition: str) -> bool | None:
-        """Evaluate a comparison of values; None if the result is unknown."""
-        comparison = _TEST.fullmatch(condition)
-        try:
-            words = shlex.split(comparison[1]) if comparison else []
-        except ValueError:
-            return None
-        filled = [self._value(word) for word in words]
-        values = [value for value in filled if value is not None]
-        match values:
-            case _ if len(values) < len(filled):
-                return None
-            case ["-n" | "-z" as test, value]:
-                return bool(value) == (test == "-n")
-            case [lhs, "=" | "==", rhs]:
-                return fnmatchcase(lhs, rhs)
-            case [lhs, "!=", rhs]:
-                return not fnmatchcase(lhs, rhs)
-            case [lhs, test, rhs] if test in _COMPARED:
-                if lhs.isdecimal() and rhs.isdecimal():
-                    return bool(_COMPARED[test](int(lhs), int(rhs)))
-                return None if lhs and rhs else False  # an unset variable is an error in bash
-        return None
-
-    def _source(self, words: str) -> None:
-        """Read the variables and arrays of another script."""
-        file = Path(self._fill(_unquoted(words)).partition(" ")[0])
-        if self._sourced is None or file in self._sourced:
-            return
-        try:
-            text = file.read_text()
-        except (OSError, ValueError):
-            self._unreadable = str(file)
-            return
-        path_variables = {name: self.variables.get(name, "") for name in ("0", "BASH_SOURCE")}
-        environment = self.variables | {"BASH_SOURCE": str(file)}
-        script = ShellScript(text, environment, self._arrays, (*self._sourced, file))
-        self.variables, self._arrays = script.variables | path_variables, script._arrays
-
-    def _assign(self, position: int) -> None:
-        """Make the assignments that begin here: NAME=VALUE NAME="VALUE" COMMAND."""
-        while assignment := _ASSIGNED.match(self._text, position):
-            name, position = assignment["name"], assignment.end()
-            if assignment["array"]:
-                previous = self._arrays.get(name, []) if assignment["adds"] else []
-                words = self._words(_until_closed(self._text[position:]))
-                self._arrays[name] = [*previous, *chain.from_iterable(map(_apart, words))]
-                return
-            if assignment["value"]:
-                prefix = self.variables.get(name, "") if assignment["adds"] else ""
-                self.variables[name] = prefix + self._fill(_unquoted(assignment["value"]))
-
-    def _words(self, text: str, ends: bool = False) -> list[str]:
-        """Split into words; unquoted variables are several. `ends`: at a pipe or redirection."""
-        text = "".join(self._parts(text, ends))
-        try:
-            words = shlex.split(text)
-        except ValueError:  # part of a quoted command line
-            words = re.sub("[\"']", " ", text).split()
-        filled_words: list[str] = []
-        for word in words:
-            array = _ALL_OF.fullmatch(word)
-            if array:
-                if array[1] not in self._arrays and self._unreadable:
-                    raise ScheduleError(
-                        f"{word} is unknown: a file that the script sources cannot be read: "
-                        f"{self._unreadable}"
-                    )
-                filled_words += self._arrays.get(array[1], [])
-            elif word not in ("\\", "$@", "$*"):
-                filled_words.append(self._fill(word))
-        return filled_words
-
-    def _parts(self, text: str, ends: bool) -> Iterator[str]:
-        """Yield quoted parts as they are, and the others with their variables filled in."""
-        plain = ""
-        for part in _PART.finditer(text):
-            if part["end"] and ends:
-                break
-            if part["quoted"]:
-                yield self._fill(plain)
-                yield part[0]
-                plain = ""
-            else:
-                plain += part[0]
-        yield self._fill(plain)
-
-    def _value(self, word: str) -> str | None:
-        """Fill in a word of a condition; unset variables are empty. None: a command's output."""
-        filled = _VARIABLE.sub("", self._fill(word))
-        return None if "$" in filled or "`" in filled else filled
-
-    def _computed(self, match: re.Match[str]) -> str:
-        """Compute $((a * b)) of integers; leave it as it is if a variable is unknown."""
-        terms = re.sub(r"\$?\{?([A-Za-z_]\w*|(?<=[${])\d+)\}?", self._known, match[1])
-        try:
-            return str(_integer(ast.parse(terms.strip(), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError):
-            return match[0]
-
-    def _known(self, match: re.Match[str]) -> str:
-        """Return the value of a variable, or the text as it is."""
-        name = match[match.lastindex or 0]
-        return self.variables.get(name, os.environ.get(name, match[0]))
-
-    def _fill(self, text: str) -> str:
-        """Replace variables; unknown ones stay."""
-        variables = self.variables
-        text = _ARITHMETIC.sub(self._computed, text)
-        text = _DEFAULT.sub(lambda match: variables.get(match[1], match[2]), text)
-        text = _VARIABLE.sub(self._known, text)
-        while (filled := _PATH.sub(_path, text)) != text:  # from the inside out
-            text = filled
-        return text
+    words: Sequence[str]
+    environment: Mapping[str, str]
+    launcher: Sequence[str] = ()
 
 
-def _path(match: re.Match[str]) -> str:
-    """Compute $(dirname FILE) and similar commands; leave others as they are."""
-    command, path, suffix = match[1], Path(match[2]), match[3].strip()
-    if command == "cd":
-        return str(path) if suffix.endswith(("pwd", "pwd -P")) else match[0]
-    if suffix:
-        return match[0]
-    parts = {"dirname": str(path.parent), "basename": path.name}
-    return parts.get(command, str(path.absolute()))
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """The commands of a script, its variables with flags, and the files that it reads."""
+
+    records: list[Record] = field(default_factory=list)
+    arrays: dict[str, list[str]] = field(default_factory=dict)
+    texts: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
 
 
-def _with_bodies(text: str) -> str:
-    """Replace calls of functions by the functions' bodies; functions without a call stay."""
-    for function in _FUNCTION.finditer(text):
-        name, body = function[2] or function[3], function[4]
-        without = text.replace(function[0], "")
-        called = re.compile(rf"(?m)^[ \t]*{name}(?:[ \t]+(.*))?$")
-        if called.search(without):
-            text = called.sub(partial(_called, body), without)
-    return text
+def expand_script(
+    text: str,
+    path: Path,
+    parameters: Sequence[str],
+    environment: Mapping[str, str],
+    launcher: Sequence[str] = (),
+    depth: int = 0,
+) -> Expansion:
+    """Let bash expand a script, and the scripts and command lines that its commands contain.
 
-
-def _called(body: str, call: re.Match[str]) -> str:
-    """Replace $1, $2 and so on in the body of a function by the words of a call."""
-    words = re.split(r"[;|&>]", call[1] or "")[0]
-    arguments = [_unquoted(word) for word in _WORD.findall(words)]
-    if "$@" in arguments:  # the script's own parameters
-        return body
-
-    def parameter(match: re.Match[str]) -> str:
-        number = int(match[1] or match[3] or 0)
-        if not number:
-            return " ".join(arguments)
-        return arguments[number - 1] if number <= len(arguments) else match[2] or ""
-
-    return _PARAMETER.sub(parameter, body)
-
-
-def _apart(word: str) -> list[str]:
-    """Split an array's word that holds a flag and its value; bash does so in unquoted arrays."""
-    return word.split() if word.startswith("--") else [word]
-
-
-def _integer(term: ast.expr) -> int:
-    """Compute integers with + - * / and %.
+    Args:
+        text: the script.
+        path: its file, for the folders of the files that it sources.
+        parameters: its parameters, `$1` and so on.
+        environment: variables in addition to those of this process.
+        launcher: words of the command that starts the script.
+        depth: the number of scripts around this one.
 
     Raises:
-        ValueError: it has something else.
+        ScheduleError: bash is not installed.
     """
-    match term:
-        case ast.Constant(value=int(value)):
-            return value
-        case ast.BinOp(lhs, kind, rhs) if type(kind) in _COMPUTED:
-            return int(_COMPUTED[type(kind)](_integer(lhs), _integer(rhs)))
-    raise ValueError(ast.dump(term))
+    run = _Run(path, environment, launcher)
+    with tempfile.TemporaryDirectory(prefix="vshape-") as folder:
+        run.execute(Path(folder), text, parameters)
+    expansion = run.expansion
+    for record in list(expansion.records) if depth < _MAX_DEPTH else ():
+        for inner in _inner_scripts(record, path):
+            inner_expansion = expand_script(*inner, depth=depth + 1)
+            expansion.records.extend(inner_expansion.records)
+            expansion.texts.extend(inner_expansion.texts)
+            expansion.unreadable.extend(inner_expansion.unreadable)
+    return expansion
 
 
-def _unquoted(value: str) -> str:
-    """Remove quotes around a value or parts of it."""
-    quoted = re.compile(r"\"((?:\\.|[^\"\\])*)\"|'([^']*)'", re.S)
-    return quoted.sub(lambda match: match[1] if match[2] is None else match[2], value)
+_Inner = tuple[str, Path, Sequence[str], Mapping[str, str], Sequence[str]]
 
 
-def _until_closed(text: str) -> str:
-    """Return the body of an array up to its closing parenthesis outside of quotes."""
-    quote = ""
-    for position, character in enumerate(text):
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "\"'":
-            quote = character
-        elif character == ")":
-            return text[:position]
-    return text
+def _inner_scripts(record: Record, path: Path) -> Iterator[_Inner]:
+    """Yield the command lines in quotes and the scripts among the words of a command."""
+    for index, word in enumerate(record.words):
+        launcher = (*record.launcher, *record.words[:index])
+        if re.search(r"\s", word) and re.search(r"\.py\b|\s-m\s|\.sh\b", word):
+            text = word.partition("=")[2] if re.match(r"--\w[\w-]*=", word) else word
+            yield text, path, record.words[index + 1 :], record.environment, launcher
+        elif re.search(r"\.(sh|bash|slurm|sbatch)$", word) and not word.startswith("-"):
+            file = _find_file(word, os.getcwd(), path)
+            with suppress(OSError, ValueError):
+                if file is not None and file != path:
+                    parameters = record.words[index + 1 :]
+                    yield file.read_text(), file, parameters, record.environment, launcher
+            return
+        elif word.endswith(".py"):
+            return
+
+
+def _find_file(name: str, folder: str, script: Path) -> Path | None:
+    """Find a file from the working directory or from the folders around the script.
+
+    A file of another machine, as in /root/slime/scripts/models/a.sh, is found by its last folders.
+    """
+    bases = (Path(folder), *script.resolve().parents[:6])
+    parts = Path(os.path.normpath(name)).parts
+    names = [Path(name), *(Path(*parts[start:]) for start in range(1, len(parts) - 1))]
+    files = (base / file for file in names for base in bases)
+    return next((file for file in files if file.is_file()), None)
+
+
+class _Run:
+    """A process of bash that expands a script, and the files and records that it exchanges."""
+
+    def __init__(self, path: Path, environment: Mapping[str, str], launcher: Sequence[str]) -> None:
+        self.expansion = Expansion()
+        self._path, self._launcher = path, launcher
+        variables = {**os.environ, **environment}
+        self._environment = {
+            name: value
+            for name, value in variables.items()
+            if name.isidentifier() and not _HIDDEN.fullmatch(name)
+        }
+
+    def execute(self, folder: Path, text: str, parameters: Sequence[str]) -> None:
+        """Run bash until the script ends or the time limit, and collect its records."""
+        bash = shutil.which("bash")
+        if bash is None:
+            raise ScheduleError(
+                f"{self._path} is a shell script, and bash is not installed. Install bash, or pass "
+                "the training command itself"
+            )
+        for name in _HARMLESS:
+            program = shutil.which(name)
+            if program is not None:
+                (folder / name).symlink_to(program)
+        (folder / "__source_file").write_text(_SOURCE_FILE)
+        self._folder = folder
+        reader = Path(__file__).with_name("reader.sh").read_text()
+        main = folder / "__main"
+        main.write_text(f"{reader}\n{self._rewrite(text, self._path)}\n")
+        process = subprocess.Popen(
+            [bash, "--noprofile", "--norc", str(main), *parameters],
+            env={**self._environment, "PATH": str(folder)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        end = Timer(SECONDS, _kill, [process.pid])
+        end.start()
+        try:
+            self._receive(process.stdout, process.stdin)
+        finally:
+            end.cancel()
+            _kill(process.pid)
+            process.wait()
+            process.stdout.close()
+            with suppress(OSError):
+                process.stdin.close()
+
+    def _rewrite(self, text: str, path: Path) -> str:
+        """Return a script with its paths set and without output to files."""
+        variable = f"__path_{len(self.expansion.texts)}"
+        self.expansion.texts.append(text)
+        text = _FIRST_PATH.sub("__path_0", _OWN_PATH.sub(variable, text))
+        for pattern, replacement in _REWRITTEN:
+            text = pattern.sub(replacement, text)
+        return f"{variable}={shlex.quote(str(path))}\n{text}"
+
+    def _receive(self, records: IO[bytes], replies: IO[bytes]) -> None:
+        """Sort the pieces of records by process, and reply to requests for files."""
+        pieces: dict[str, list[str]] = {}
+        for frame in _frames(records):
+            process, _, piece = frame.decode(errors="replace").partition(" ")
+            if piece == "Z":
+                first, *others = pieces.pop(process, [""])
+                if first[:1] in ("S", "O"):
+                    words = [piece[1:] for piece in others]
+                    reply = self._output(words) if first == "O" else self._source(first[1:], words)
+                    with suppress(OSError):
+                        replies.write(reply.encode() + b"\n")
+                        replies.flush()
+                else:
+                    self._add(first, others)
+            elif piece[:1] in ("B", "A", "S", "O"):
+                pieces[process] = [piece]
+            else:
+                pieces.setdefault(process, [""]).append(piece)
+
+    def _source(self, folder: str, words: Sequence[str]) -> str:
+        """Prepare a copy of a file that the script sources; return its name, "" without one."""
+        name = words[0] if words else ""
+        if len(self.expansion.texts) > _MAX_FILES or _IRRELEVANT.search(name):
+            return ""
+        file = _find_file(name, folder, self._path)
+        try:
+            text = "" if file is None else file.read_text()
+        except (OSError, ValueError):
+            file = None
+        if file is None:
+            self.expansion.unreadable.append(name)
+            return ""
+        copy = f"__file_{len(self.expansion.texts)}"
+        (self._folder / copy).write_text(self._rewrite(text, file))
+        return copy
+
+    def _output(self, words: Sequence[str]) -> str:
+        """Return the output of a program that prints the flags of a model, "" if it is unknown."""
+        programs = [index for index, word in enumerate(words) if word.endswith(PROGRAM)]
+        file = _find_file(words[programs[0]], os.getcwd(), self._path) if programs else None
+        return flags_of_model(file, words[-1]) if file is not None else ""
+
+    def _add(self, first: str, pieces: Sequence[str]) -> None:
+        words = [piece[1:] for piece in pieces if piece.startswith("W")]
+        if first.startswith("A"):
+            self.expansion.arrays[first[1:]] = words
+            return
+        pairs = [piece[1:].partition("=") for piece in pieces if piece.startswith("E")]
+        environment = {name: value for name, _, value in pairs if name != "PATH"}
+        self.expansion.records.append(Record(words, environment, self._launcher))
+
+
+@dataclass(frozen=True, slots=True)
+class StartedTraining:
+    """A training command of a script; without a command, `script` is None."""
+
+    script: str | None
+    flags: list[str]
+    launcher: list[str]
+    environment: Mapping[str, str]
+
+
+def training_command(expansion: Expansion, known: Collection[str]) -> StartedTraining:
+    """Return the command with the most flags of Megatron-LM, or the variables with such flags.
+
+    If the command has no layers, the flags of the variables are added, for scripts that pass them
+    on in other ways.
+
+    Args:
+        expansion: the commands of the script.
+        known: names of Megatron-LM's flags.
+    """
+    best, best_score = StartedTraining(None, [], [], {}), (0, False, 0)
+    for record in expansion.records:
+        started = _started(record, known)
+        score = (
+            _num_known(started.flags, known),
+            "train" in (started.script or ""),
+            len(started.flags),
+        )
+        if started.script is not None and score > best_score:
+            best, best_score = started, score
+    if not _LAYERS.intersection(word.partition("=")[0] for word in best.flags):
+        words = (_split(array) for array in expansion.arrays.values())
+        arrays = [array for array in words if _num_known(array, known)]
+        whole = max(arrays, key=lambda array: _num_known(array, known), default=[])
+        others = [array for array in arrays if array is not whole and not set(array) <= set(whole)]
+        flags = [*chain.from_iterable(others), *whole, *best.flags]
+        best = replace(best, flags=flags)
+    return replace(
+        best,
+        flags=_restore_variables(_split(best.flags), expansion.texts),
+        launcher=_restore_variables(best.launcher, expansion.texts),
+    )
+
+
+_LAYERS = {"--num-layers", "--hybrid-layer-pattern", "--hybrid-override-pattern"}
+
+
+def _num_known(words: Sequence[str], known: Collection[str]) -> int:
+    return len({word.partition("=")[0] for word in words}.intersection(known))
+
+
+def _split(words: Iterable[str]) -> list[str]:
+    """Split words that hold several flags, as a shell does with a variable without quotes."""
+    flags = [word.split() if re.match(r"\s*--\w\S*\s", word) else [word] for word in words]
+    return [word for word in chain.from_iterable(flags) if word not in ("\\", "")]
+
+
+def _started(record: Record, known: Collection[str]) -> StartedTraining:
+    """Find the training script among the words of a command: the last one before its flags."""
+    words = list(record.words)
+    names = [word.partition("=")[0] for word in words]
+    first = next((index for index, name in enumerate(names) if name in known), len(words))
+    ends = [index for index, word in enumerate(words) if re.fullmatch(r"[^-\s]\S*\.py", word)]
+    modules = [index + 1 for index, word in enumerate(words[:-1]) if word == "-m"]
+    candidates = [index for index in ends or modules if index <= first] or (ends or modules)[:1]
+    if not candidates:
+        return StartedTraining(None, [], [], {})
+    index = candidates[-1]
+    script = words[index] if ends else words[index].rpartition(".")[2] + ".py"
+    outer = [*record.launcher, *words[:index]]
+    variables = {**record.environment, **dict(map(_assignment, outer))}
+    flags = list(
+        takewhile(lambda word: word not in ("|", "&&", "||", ";", "&"), words[index + 1 :])
+    )
+    return StartedTraining(script, flags, outer, variables)
+
+
+def _assignment(word: str) -> tuple[str, str]:
+    name, _, value = word.partition("=")
+    return name, value
+
+
+def _restore_variables(flags: Sequence[str], texts: Sequence[str]) -> list[str]:
+    """Add the names of variables to flags whose values bash found empty, as in `--lr $LR`."""
+    text = "\n".join(texts)
+    restored: list[str] = []
+    for flag, next_word in pairwise((*flags, "--")):
+        restored.append(flag)
+        name, equals, value = flag.partition("=")
+        if name.startswith("--") and (next_word.startswith("--") or equals) and not value:
+            match = re.search(
+                rf"(?<![\w-]){re.escape(name)}[ \t=]+[\"']?(?:\$\{{?(\w+)|(\$\([^)]*\)|`[^`]*`))",
+                text,
+            )
+            if match is not None:
+                unknown = match[2] or f"${_source_of(match[1], text)}"
+                restored[-1:] = [flag + unknown] if equals else [flag, unknown]
+    return restored
+
+
+def _source_of(name: str, text: str) -> str:
+    """Follow assignments of a variable to the one that the environment sets."""
+    for _ in range(5):
+        match = re.search(rf"(?m)^[ \t]*(?:export[ \t]+)?{name}=[\"']?\$\{{?(\w+)", text)
+        if match is None or match[1] == name:
+            break
+        name = match[1]
+    return name
+
+
+_IRRELEVANT = re.compile(r"^/(etc|usr|opt)/|(^|/)(activate|conda\.sh|\.bash\w*|\.profile)$")
+"""Files that set up programs, which no flag of a training depends on."""
+
+
+def _frames(stream: IO[bytes]) -> Iterator[bytes]:
+    """Yield texts that end with NUL, up to a limit."""
+    rest, size = b"", 0
+    while size < _MAX_BYTES and (chunk := os.read(stream.fileno(), 1 << 16)):
+        *frames, rest = (rest + chunk).split(b"\0")
+        size += len(chunk)
+        yield from frames
+
+
+def _kill(group: int) -> None:
+    with suppress(OSError):
+        os.killpg(group, signal.SIGKILL)

@@ -9,6 +9,7 @@ import pytest
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.flags import (
     Command,
+    check_layers,
     environment_of,
     flags_of,
     launched_gpus,
@@ -155,9 +156,9 @@ def test_variables_with_flags_are_split_into_words(tmp_path: Path) -> None:
         export PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"
         NODES=2
         PP=$(($NODES * 4 / 2))
-        GPT_ARGS="
+        GPT_ARGS=" \\
             --num-layers 8 \\
-            --pipeline-model-parallel-size $PP
+            --pipeline-model-parallel-size $PP \\
         "
         GPT_ARGS+=" --bf16"
         SCRIPT=examples/pretrain_gpt.py
@@ -201,7 +202,7 @@ case "${2:-bf16}" in
         KIND=(--bf16)
         ;;
 esac
-if [ -f here ]; then
+if [ ! -f here ]; then
     MORE="--swiglu"
 fi
 NVTE_X=1 torchrun "${NODES[@]}" pretrain_gpt.py --num-layers $LAYERS $MORE "${KIND[@]}" 2>&1 | tee a
@@ -256,8 +257,11 @@ def test_sourced_files_and_called_functions_are_read(tmp_path: Path) -> None:
     )
     assert read_command(["pretrain_mamba.py", file]).script == "pretrain_mamba.py"
     (tmp_path / "models" / "dense.sh").unlink()
-    with pytest.raises(ScheduleError, match=r"\$\{MODEL\[@\]\} is unknown: .*dense.sh"):
-        read_command([file])
+    command = read_command([file])
+    with pytest.raises(
+        ScheduleError, match=r"no number of layers: .*models/dense.sh, which cannot"
+    ):
+        check_layers(command)
 
 
 def test_overrides_of_other_libraries_are_rejected(tmp_path: Path) -> None:
@@ -349,19 +353,69 @@ def test_invalid_commands_are_rejected(words: list[str], wrong: str) -> None:
 
 
 def test_variables_without_a_value_are_named(tmp_path: Path) -> None:
+    tensor, sequence = "--tensor-model-parallel-size", "--seq-length"
     script = written(
         tmp_path,
         "a.sh",
-        "TP=$1\nexport NVTE_A=$SM\ntorchrun pretrain_gpt.py --tensor-size $TP --data-path $DATA "
-        '--lr ${LR} --seq-length "$SEQ" --num-layers "$(cat layers)" $LR\n',
+        f'TP=$1\nS=$SEQ\ntorchrun pretrain_gpt.py {tensor} $TP {sequence} "$S" '
+        '--num-layers "$(jq .layers config.json)"\n',
     )
-    message = "variables without a value: $1, $LR, $SEQ, $(cat layers), $SM. Neither the script"
+    message = "variables without a value: $1, $SEQ, $(jq .layers config.json). Neither the script"
     with pytest.raises(ScheduleError, match=re.escape(message)):
         read_command([script])
-    plain = written(tmp_path, "b.sh", "TP=$1\ntorchrun pretrain_gpt.py --tensor-size $TP\n")
-    assert read_command([plain, "2"]).number("--tensor-size", 1) == 2
-    with pytest.raises(ScheduleError, match=r"without a value: \$TP\. .* Export them"):
-        read_command(["pretrain_gpt.py", "--tensor-size", "$TP"])
+    plain = written(tmp_path, "b.sh", f"TP=$1\ntorchrun pretrain_gpt.py {tensor} $TP\n")
+    assert read_command([plain, "2"]).number(tensor, 1) == 2
+    with pytest.raises(ScheduleError, match=r"without a value: \$TP\. .* Set them: TP=\.\.\. mega"):
+        read_command(["pretrain_gpt.py", tensor, "$TP"])
+
+
+def test_unknown_values_without_effect_are_ignored_with_one_note(tmp_path: Path) -> None:
+    """With the flags that they belong to: Megatron rejects half of a learning rate's schedule."""
+    script = written(
+        tmp_path,
+        "a.sh",
+        "torchrun pretrain_gpt.py --num-layers 8 --train-samples $SAMPLES --lr-decay-samples 9 "
+        "--lr 1e-4 --use-z-loss $Z --data-path $DATA --save $(mktemp -d) --bf16\n",
+    )
+    command = read_command([script])
+    assert [word for word in command.flags if word.startswith("--")] == (
+        ["--num-layers", "--data-path", "--save", "--bf16"]
+    )
+    assert command.notes == (
+        "Ignored, with unknown values and no effect on a step: --train-samples, --use-z-loss.",
+    )
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "python -m torch.distributed.run --nproc-per-node 8 train/pretrain_gpt.py $FLAGS",
+        "srun --mpi=pmix -n 8 singularity exec --nv a.sif python -u pretrain_gpt.py $FLAGS",
+        "mpirun -np 8 -x A=1 python pretrain_gpt.py $FLAGS > log_$(date +%F).txt 2>&1",
+        "deepspeed --num_gpus 8 pretrain_gpt.py $FLAGS &> log",
+        """ray job submit --address=x --runtime-env-json='{"a": 1}' -- python3 train.py $FLAGS""",
+        'bash -c "cd /x && exec torchrun --nproc-per-node 8 pretrain_gpt.py $FLAGS"',
+        'srun bash -lc "export A=1; torchrun --nproc-per-node 8 pretrain_gpt.py $FLAGS 2>&1"',
+        "pdsh -w a,b \"cd x; python pretrain_gpt.py $FLAGS\"",
+        'docker exec -it box bash -c "python pretrain_gpt.py $FLAGS" | tee log',
+        "{ (A=1 /opt/bin/torchrun --nproc-per-node 8 /x/pretrain_gpt.py $FLAGS) 2>&1; } | tee log",
+        "run() { \"$@\" > log; }; run torchrun pretrain_gpt.py $FLAGS",
+        "if ! torchrun -m pretrain_gpt $FLAGS; then exit 1; fi",
+        'CMD="torchrun pretrain_gpt.py $FLAGS"; echo $CMD; eval $CMD',
+        "set -eu; cat > conf <<EOF\na\nEOF\nbash inner.sh $FLAGS",
+        "while ! test -f done; do sleep 5; done; timeout 9 torchrun pretrain_gpt.py $FLAGS &\nwait",
+        "ALL=($FLAGS); while [ $# -gt 0 ]; do shift; done",
+        "python pretrain_gpt.py $FLAGS &> logs/a_$(date +%s).txt || true",
+        "D=logs; if :; then /opt/python pretrain_gpt.py $FLAGS >> $D/'a b' 2>&1 ; fi",
+    ],
+)  # fmt: skip
+def test_the_command_behind_a_launcher_is_found(tmp_path: Path, start: str) -> None:
+    written(tmp_path, "inner.sh", 'torchrun pretrain_gpt.py "$@"\n')
+    layers = "for i in $(seq 1 2); do L=$((L + 4)); done"
+    flags = "--num-layers $L --pipeline-model-parallel-size $(expr 2 \\* 2) --bf16"
+    start = start.replace("$FLAGS", "$FLAGS --seq-length 64")
+    script = written(tmp_path, "a.sh", f'#!/bin/bash\n{layers}\nFLAGS="{flags}"\n{start}\n')
+    assert read_command([script]).flags == (*FLAGS, "--seq-length", "64")
 
 
 def test_a_script_without_flags_is_rejected(tmp_path: Path) -> None:
@@ -460,3 +514,44 @@ def test_a_configuration_of_another_model_is_rejected(tmp_path: Path) -> None:
     file.write_text(f"model:\n  {model}\noptimizer: {{}}\n")
     with pytest.raises(ScheduleError, match="trains a vision-language model"):
         read_command([str(file)])
+
+
+MODEL_FILE = """
+from model_args_utils import moe_layer_freq
+DENSE = 1
+def model_args(layers: int | None = None, base: str = "5") -> str:
+    layers = layers if layers is not None else int(os.environ.get("NOT_SET") or 8)
+    return (
+        f"--num-layers {layers} --rotary-base {base} "
+        f"--moe-layer-freq {moe_layer_freq(nlayers=layers - 5, dense=DENSE)} "
+    )
+"""
+MODEL_PROGRAM = """
+def moe_layer_freq(*, nlayers: int, dense: int) -> str:
+    return "[" + ",".join(["0"] * dense + ["1"] * (nlayers - dense)) + "]"
+"""
+SMALLER_MODEL = (
+    'def model_args() -> str:\n    return load_sibling_model_args(__file__, "moe", layers=7)\n'
+)
+EXECUTED_MODEL = 'def model_args() -> str:\n    return open("executed", "w") or "--num-layers 1"\n'
+
+
+def test_model_files_of_miles_are_evaluated(tmp_path: Path) -> None:
+    (tmp_path / "scripts" / "models").mkdir(parents=True)
+    (tmp_path / "miles" / "utils" / "external").mkdir(parents=True)
+    program = "miles/utils/external/model_args_utils.py"
+    written(tmp_path, program, MODEL_PROGRAM)
+    for name, text in {"moe": MODEL_FILE, "small": SMALLER_MODEL, "bad": EXECUTED_MODEL}.items():
+        written(tmp_path, f"scripts/models/{name}.py", text)
+    script = written(
+        tmp_path,
+        "run.sh",
+        f'HERE=$(cd "$(dirname "$0")" &> /dev/null && pwd)\nLINE="$(python3 $HERE/{program} $1)"\n'
+        'read -ra MODEL <<< "$LINE"\nray job submit -- python3 train.py ${MODEL[@]} --bf16\n',
+    )
+    flags = "--num-layers 7 --rotary-base 5 --moe-layer-freq [0,1] --bf16"
+    assert " ".join(read_command([script, "small"]).flags) == flags
+    assert read_command([script, "moe"]).value("--moe-layer-freq") == "[0,1,1]"
+    with pytest.raises(ScheduleError, match=r"without a value: \$\(python3 .*utils.py bad\)"):
+        read_command([script, "bad"])
+    assert not list(tmp_path.rglob("executed"))

@@ -30,6 +30,7 @@ class Topic(NamedTuple):
     title: str
     reason: str
     names: str  # separated by white space
+    changes_step: bool = True  # whether memory or time of a training step depends on them
 
 
 TOPICS = (
@@ -51,7 +52,7 @@ TOPICS = (
         """
         micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule
         decrease_batch_size_if_needed phase_transition_iterations seq_length encoder_seq_length
-        decoder_seq_length train_iters train_samples iterations_to_skip
+        decoder_seq_length iterations_to_skip
         """,
     ),
     Topic(
@@ -178,13 +179,20 @@ TOPICS = (
         "initial weights and random numbers",
         "Megatron seeds every pipeline rank, as for its own schedules",
         """
-        seed te_rng_tracker inference_rng_tracker data_parallel_random_init
+        te_rng_tracker inference_rng_tracker data_parallel_random_init
         perform_initialization use_cpu_initialization init_model_with_meta_device init_method_std
         init_method_xavier_uniform embedding_init_method_std hidden_dropout attention_dropout
         use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult
         mup_base_head_dim mup_attn_scale_power deterministic_mode batch_invariant_mode
         batch_invariant_backend>=0.20
         """,
+    ),
+    Topic(
+        Judgement.SUPPORTED,
+        "random seed",
+        "Megatron seeds every pipeline rank, as for its own schedules",
+        "seed",
+        changes_step=False,
     ),
     Topic(
         Judgement.SUPPORTED,
@@ -275,15 +283,17 @@ TOPICS = (
     ),
     Topic(
         Judgement.SUPPORTED,
-        "learning rate and weight decay",
+        "length of training, learning rate and weight decay",
         "they change between steps",
         """
+        train_iters train_samples
         lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_wsd_decay_style
         lr_wsd_decay_iters lr_wsd_decay_samples lr_warmup_fraction lr_warmup_iters
         lr_warmup_samples lr_warmup_init decoupled_lr decoupled_min_lr start_weight_decay
         end_weight_decay weight_decay_incr_style override_opt_param_scheduler
         use_checkpoint_opt_param_scheduler
         """,
+        changes_step=False,
     ),
     Topic(
         Judgement.SUPPORTED,
@@ -333,6 +343,7 @@ TOPICS = (
         ckpt_pg_tensors_cache_create>=0.20 ckpt_pg_tensors_cache_path>=0.20
         save_tokenizer_assets>=0.20 moe_use_upcycling moe_upcycling_granularity
         """,
+        changes_step=False,
     ),
     Topic(
         Judgement.SUPPORTED,
@@ -342,6 +353,7 @@ TOPICS = (
         eval_iters eval_interval start_eval_at_iter eval_global_batch_size eval_micro_batch_size
         skip_train test_mode full_validation multiple_validation_sets validation_set_names
         """,
+        changes_step=False,
     ),
     Topic(
         Judgement.SUPPORTED,
@@ -370,6 +382,7 @@ TOPICS = (
         inprocess_granularity inprocess_active_world_size inprocess_empty_cuda_cache
         enable_ft_package calc_ft_timeouts ft_num_warmup_iters
         """,
+        changes_step=False,
     ),
     Topic(
         Judgement.SUPPORTED,
@@ -383,6 +396,7 @@ TOPICS = (
         moe_routing_trace_capture_logits moe_routing_trace_capture_hidden_states
         moe_routing_trace_dump_weights log_straggler
         """,
+        changes_step=False,
     ),
     Topic(
         Judgement.SUPPORTED,
@@ -451,6 +465,7 @@ TOPICS = (
         fim_fragment_rate fim_no_prefix fim_prefix_token fim_middle_token fim_suffix_token
         fim_pad_token fim_eod_token sft_tokenizer_prompt_format enable_msc disable_msc_deprecated
         """,
+        changes_step=False,
     ),
     Topic(
         Judgement.NO_EFFECT,
@@ -465,6 +480,7 @@ TOPICS = (
         tokenizer_metadata<0.18 tokenizer_special_tokens<0.18 trust_remote_code
         null_tokenizer_eod_id null_tokenizer_pad_id chat_template use_gigatoken>=0.20
         """,
+        changes_step=False,
     ),
     Topic(
         Judgement.NO_EFFECT,
@@ -481,6 +497,7 @@ TOPICS = (
         disable_straggler_on_startup run_workload_inspector_server otel_enabled>=0.20
         otel_service_name>=0.20 otel_span_groups>=0.20
         """,
+        changes_step=False,
     ),
     Topic(
         Judgement.NO_EFFECT,
@@ -494,6 +511,7 @@ TOPICS = (
         flight_recorder_dump_on_timeout flight_recorder_include_stack_trace
         flight_recorder_include_only_active flight_recorder_extra_dump_on_exec
         """,
+        changes_step=False,
     ),
     Topic(
         Judgement.NO_EFFECT,
@@ -505,6 +523,7 @@ TOPICS = (
         fault_injector_delay_start_iteration fault_injector_mtti_seconds
         fault_injector_offset_seconds fault_injector_seed
         """,
+        changes_step=False,
     ),
     Topic(
         Judgement.NO_EFFECT,
@@ -524,6 +543,7 @@ TOPICS = (
         rl_num_parallel_generation_batches<0.19 rl_num_parallel_generations<0.19
         rl_parallel_generation_tasks<0.19
         """,
+        changes_step=False,
     ),
     Topic(
         Judgement.NO_EFFECT,
@@ -559,6 +579,7 @@ TOPICS = (
         inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type
         mlp_chunks_for_prefill moe_pad_experts_for_cuda_graph_inference cache_mla_latents
         """,
+        changes_step=False,
     ),
     Topic(
         Judgement.NO_EFFECT,
@@ -577,6 +598,7 @@ TOPICS = (
         dino_bottleneck_size dino_freeze_last_layer dino_norm_last_layer
         dino_warmup_teacher_temp dino_teacher_temp dino_warmup_teacher_temp_epochs
         """,
+        changes_step=False,
     ),
     Topic(
         Judgement.NO_EFFECT,
@@ -587,6 +609,7 @@ TOPICS = (
         use_dist_ckpt_deprecated dist_ckpt_format_deprecated ckpt_fully_parallel_save_deprecated
         mtp_hybrid_override_pattern
         """,
+        changes_step=False,
     ),
     Topic(
         Judgement.BY_MEGATRON,

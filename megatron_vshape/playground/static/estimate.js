@@ -69,7 +69,7 @@ function form(gpus) {
   return element(
     "form",
     { id: "estimate", submit: request, autocomplete: "off" },
-    field("Training command, or a shell script that contains it", text),
+    field("Training command with its flags", text),
     element(
       "div",
       { class: "row" },
