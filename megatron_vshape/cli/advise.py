@@ -130,6 +130,8 @@ def run(options: argparse.Namespace) -> int:
         if name not in _KEEP:
             raise ScheduleError(f"--keep {name!r:.40} is not one of {', '.join(_KEEP)}")
     subject = Subject.of_command(options.command, "", options.vocabulary)
+    for note in subject.command.notes:
+        print(report.wrap_text(note))
     check_model(subject.command)
     check_schedule_flags(subject.command)
     fetch_missing(options, subject.command)

@@ -52,6 +52,11 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="Tokens of the tokenizer, if the command does not contain their number",
     )
+    group(parser, MODEL).add_argument(
+        "--strict",
+        action="store_true",
+        help="Reject flags unknown to Megatron's parser",
+    )
     group(parser, PROGRAM).add_argument(
         "--jobs",
         type=positive,
@@ -75,6 +80,7 @@ def dry_run_config(options: argparse.Namespace, command: Command, gpu: Gpu) -> D
         options.jobs,
         options.vocabulary,
         options.imbalance,
+        options.strict,
     )
 
 

@@ -4,6 +4,7 @@ import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from megatron_vshape.rehearsal.flags import (
     sizes_of,
 )
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
-from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport
+from megatron_vshape.rehearsal.rank_report import CheckedRank, FailedRank, RankReport
 from megatron_vshape.rehearsal.ranks import DryRunConfig, check_all, rehearse_all
 from megatron_vshape.rehearsal.remedies import remedy_lines
 from megatron_vshape.rehearsal.simulated import StepTime, estimate_step
@@ -114,6 +115,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     _check_files(options)
     command = read_command(words)
+    for note in command.notes:
+        print(report.wrap_text(note))
     check_model(command)
     gpus, unknown = launched_gpus(command)
     if options.gpus is None and unknown:
@@ -188,7 +191,9 @@ def _check(command: Command, config: DryRunConfig, sizes: Sizes, stages: Sequenc
     if 0 in stages:  # rank 0 logs for all
         jobs[stages.index(0)]["rank"] = 0
     schedule = _schedule_name(command)
-    for result in check_all(config.programs, jobs):
+    results = list(check_all(config.programs, jobs))
+    _print_ignored(results)
+    for result in results:
         if isinstance(result, FailedRank):
             print(f"does not start with {schedule}: {result.error}")
             return 1
@@ -200,6 +205,19 @@ def _check(command: Command, config: DryRunConfig, sizes: Sizes, stages: Sequenc
 
 def _schedule_name(command: Command) -> str:
     return command.value(SCHEDULE) or "Megatron's own schedule"
+
+
+def _print_ignored(results: Sequence[RankReport | CheckedRank | FailedRank]) -> None:
+    """Print the flags that Megatron's parser does not have."""
+    lists = [result.ignored_flags for result in results if not isinstance(result, FailedRank)]
+    flags = dict.fromkeys(chain.from_iterable(lists))
+    if flags:
+        print(
+            report.wrap_text(
+                f"Ignored flags that this version of Megatron does not have: {', '.join(flags)}. "
+                "--strict rejects them."
+            )
+        )
 
 
 def _check_costs_are_known(command: Command) -> None:
@@ -240,6 +258,7 @@ def _print(
 ) -> None:
     first = reports[0]
     shape = first.sizes
+    _print_ignored(reports)
     print(
         f"{_schedule_name(command)}, TP {shape.tp} x "
         f"PP {shape.pp} x CP {sizes.context} x DP {shape.dp}: {sizes.world} "

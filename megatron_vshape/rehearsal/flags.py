@@ -376,16 +376,6 @@ def _unknown_text(match: re.Match[str]) -> str:
     return re.sub(r"^@\{(.*?)\}?$", r"$(\1)", match[0].replace("\u00a0", " "))
 
 
-def check_layers(command: Command) -> None:
-    """Raise ScheduleError if the command has no layers: its model has not been understood."""
-    if command.layers < 1:
-        raise ScheduleError(
-            f"the command of {command.script} has no number of layers: --num-layers or "
-            f"{hybrid.FLAG} is missing, so its model is unknown. Add the model's flags after the "
-            f"command. {' '.join(command.notes)}".rstrip()
-        )
-
-
 def _words_of_module(words: Sequence[str]) -> list[str]:
     """Return `python -m package.pretrain_gpt FLAGS` as a script with flags.
 

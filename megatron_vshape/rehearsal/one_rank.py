@@ -6,6 +6,7 @@ Megatron's. The data is replaced, and the program ends after the second step.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import gc
 import logging
@@ -81,6 +82,7 @@ class RankJob:
     batch_microbatches: int = 0  # of the batch, if the flags have a smaller one; 0: theirs
     traces_all: bool = False  # trace microbatches that repeat earlier ones, too
     cluster: dict[str, Any] | None = None  # `Gpu.to_json` of a cluster file's GPU
+    strict: bool = False  # reject flags that Megatron's parser does not have
 
     @property
     def hardware(self) -> Gpu:
@@ -126,7 +128,7 @@ def rehearse(job: RankJob) -> RankReport | CheckedRank:
             Current.ledger = None
     seconds = round(time.monotonic() - start, 2)
     if job.check:
-        return CheckedRank(job.name, job.rank, job.stage, run.notices, seconds)
+        return CheckedRank(job.name, job.rank, job.stage, run.notices, seconds, run.ignored_flags)
     return run.report(seconds)
 
 
@@ -170,6 +172,7 @@ class _Run:
         self.pool: GraphPool | None = None
         self.passes = _Passes(ledger, self._before_forward)
         self.repeated_work = Work()
+        self.ignored_flags: list[str] = []  # that Megatron's parser does not have
         self.notices: list[str] = []  # log lines about translated or ignored options
         ledger.seconds = lambda work: self.estimated_times(work)["step_s"]
 
@@ -194,6 +197,8 @@ class _Run:
         from megatron.training import training
 
         adjustments.install()
+        if not self.job.strict:
+            wrap(argparse.ArgumentParser, "parse_args", self._parse)
         wrap(training, "setup_model_and_optimizer", self._setup)
         wrap(training, "train_step", self._train_step)
         wrap(training, "get_num_microbatches", self._num_microbatches)
@@ -206,6 +211,12 @@ class _Run:
             single_rank.install(_stop if self.job.check else self.passes.watch)
         else:
             self.passes.watch_megatrons(schedules)
+
+    def _parse(self, call: Callable[..., Any], parser: Any, *args: Any, **kwargs: Any) -> Any:
+        """Ignore flags that the parser does not have, as those of forks of Megatron."""
+        known, words = parser.parse_known_args(*args, **kwargs)
+        self.ignored_flags += [word.partition("=")[0] for word in words if word.startswith("--")]
+        return known
 
     def _log_notices(self) -> None:
         """Collect the log lines about options that are translated, ignored or unused."""
@@ -382,6 +393,7 @@ class _Run:
             work=work,
             seconds=seconds,
             host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            ignored_flags=self.ignored_flags,
         )
 
     def _replayed(self) -> Replayed:

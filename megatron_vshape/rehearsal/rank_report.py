@@ -126,6 +126,7 @@ class RankReport:
     host_bytes: int  # peak of its process
     measured: str | None = None  # where `kinds` were measured, see `counted.with_measured`
     memory_measured: bool | None = None  # whether their memory was, too
+    ignored_flags: Sequence[str] = ()  # that Megatron's parser does not have
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain values."""
@@ -180,6 +181,7 @@ class CheckedRank:
     stage: int
     notices: Sequence[str]  # log lines about translated or ignored options
     seconds: float
+    ignored_flags: Sequence[str] = ()  # that Megatron's parser does not have
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain values."""

@@ -49,6 +49,7 @@ class DryRunConfig:
     gpu: Gpu
     vocabulary: int | None = None  # vocabulary size of the tokenizer's files
     imbalance: float = 1.0  # tokens of a rank's experts relative to the mean
+    strict: bool = False  # reject flags that Megatron's parser does not have
 
     @classmethod
     def of(
@@ -60,6 +61,7 @@ class DryRunConfig:
         jobs: int | None = None,
         vocabulary: int | None = None,
         imbalance: float = 1.0,
+        strict: bool = False,
     ) -> DryRunConfig:
         """Find the programs for a command.
 
@@ -71,7 +73,7 @@ class DryRunConfig:
             te = sources.find_te(te)
         programs = Programs(megatron, te, jobs or os.cpu_count() or 1)
         script = sources.find_script(command.script, megatron)
-        return cls(programs, script, gpu, vocabulary, imbalance)
+        return cls(programs, script, gpu, vocabulary, imbalance, strict)
 
     def flags(self, command: Command) -> list[str]:
         """Return the command's flags without those that read files."""
@@ -108,6 +110,7 @@ class DryRunConfig:
             "stage": stage,
             "name": name,
             "check": check,
+            "strict": self.strict,
         }
 
 

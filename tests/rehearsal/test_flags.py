@@ -9,7 +9,6 @@ import pytest
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.flags import (
     Command,
-    check_layers,
     environment_of,
     flags_of,
     launched_gpus,
@@ -19,6 +18,7 @@ from megatron_vshape.rehearsal.flags import (
     without_files,
 )
 from megatron_vshape.rehearsal.sources import find_script
+from megatron_vshape.rehearsal.start_rules import check_model
 
 FLAGS = ("--num-layers", "8", "--pipeline-model-parallel-size", "4", "--bf16")
 
@@ -261,7 +261,7 @@ def test_sourced_files_and_called_functions_are_read(tmp_path: Path) -> None:
     with pytest.raises(
         ScheduleError, match=r"no number of layers: .*models/dense.sh, which cannot"
     ):
-        check_layers(command)
+        check_model(command)
 
 
 def test_overrides_of_other_libraries_are_rejected(tmp_path: Path) -> None:
