@@ -171,7 +171,15 @@ def _advice(options: argparse.Namespace, subject: Subject, keep: Sequence[str]) 
     headroom_bytes = headroom_bytes_of(options.headroom, gpu.memory_bytes)
     predictor = Predictor(subject, machine, counts, post_validation, headroom_bytes)
     case = _case_of(subject.command, gpu)
-    advice = Advice(predictor, command_config, case, options.seconds, grid=grid, left_out=left_out)
+    advice = Advice(
+        predictor,
+        command_config,
+        case,
+        options.seconds,
+        grid=grid,
+        left_out=left_out,
+        with_fsdp=options.lora_rank is None,
+    )
     with report_progress(lambda us: f"{us * 1e-6:.1f} s"):
         counts.count([command_config, *grid, *candidates[:MOST_SHAPES]], lambda *_: None)
     try:

@@ -10,7 +10,12 @@ from megatron_vshape.cli.options import headroom_of
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.flags import Command
 from megatron_vshape.rehearsal.gpus import GPUS, HEADROOM, Gpu
-from megatron_vshape.rehearsal.ranks import DryRunConfig, missing_sources
+from megatron_vshape.rehearsal.ranks import (
+    DEFAULT_TARGETS,
+    DryRunConfig,
+    LoraConfig,
+    missing_sources,
+)
 from megatron_vshape.rehearsal.sources import PythonSource, cache, fetch, missing_text
 from megatron_vshape.tuning.configurations import SweepError
 from megatron_vshape.tuning.machine import Machine
@@ -22,8 +27,7 @@ def add_cluster_argument(parser: argparse.ArgumentParser) -> None:
         "--cluster",
         type=Path,
         metavar="FILE.yaml",
-        help="Cluster file with number, memory, rates and links of the GPUs, as sweep reads it "
-        "(instead of a GPU type)",
+        help="Cluster file of the GPUs, as for sweep (instead of a GPU type)",
     )
 
 
@@ -32,8 +36,7 @@ def add_headroom_argument(parser: argparse.ArgumentParser) -> None:
     group(parser, MEMORY).add_argument(
         "--headroom",
         metavar="SHARE|XGiB",
-        help="Part of every GPU's memory to keep free, e.g. for a rollout engine: 5%%, 0.05 or "
-        f"4GiB (default: {HEADROOM:.0%}%)",
+        help=f"GPU memory to keep free: 5%%, 0.05 or 4GiB (default: {HEADROOM:.0%}%)",
     )
 
 
@@ -50,7 +53,23 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
         "--vocabulary",
         type=positive,
         metavar="N",
-        help="Tokens of the tokenizer, if the command does not contain their number",
+        help="Tokens of the tokenizer, if not in the command",
+    )
+    group(parser, MODEL).add_argument(
+        "--lora-rank",
+        type=positive,
+        metavar="R",
+        help="Rank of LoRA adapters (default: none)",
+    )
+    group(parser, MODEL).add_argument(
+        "--lora-targets",
+        metavar="NAMES",
+        help=f"Linear layers with adapters, or all-linear (default: {','.join(DEFAULT_TARGETS)})",
+    )
+    group(parser, MODEL).add_argument(
+        "--lora-per-expert",
+        action="store_true",
+        help="One adapter per expert (default: one for a rank's experts)",
     )
     group(parser, MODEL).add_argument(
         "--strict",
@@ -61,7 +80,7 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
         "--jobs",
         type=positive,
         metavar="N",
-        help="Ranks to estimate in parallel (default: the number of CPU cores)",
+        help="Ranks to estimate in parallel (default: CPU cores)",
     )
     add_source_arguments(parser)
     group(parser, OUTPUT).add_argument(
@@ -81,7 +100,17 @@ def dry_run_config(options: argparse.Namespace, command: Command, gpu: Gpu) -> D
         options.vocabulary,
         options.imbalance,
         options.strict,
+        _lora_of(options),
     )
+
+
+def _lora_of(options: argparse.Namespace) -> LoraConfig | None:
+    targets = tuple((options.lora_targets or "").replace(",", " ").split())
+    if options.lora_rank is not None:
+        return LoraConfig(options.lora_rank, targets, options.lora_per_expert)
+    if targets or options.lora_per_expert:
+        raise ScheduleError("--lora-targets and --lora-per-expert need a rank: add --lora-rank 8")
+    return None
 
 
 def positive(text: str) -> int:
@@ -156,7 +185,7 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     program.add_argument(
         "--fetch",
         action="store_true",
-        help="Download the Python of Megatron and Transformer Engine if missing (3.6 MB)",
+        help="Download Megatron's and Transformer Engine's Python if missing (3.6 MB)",
     )
     program.add_argument(  # the name in 0.2
         "--fetch-te", dest="fetch", action="store_true", help=argparse.SUPPRESS

@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group(parser, SEARCH).add_argument(
         "--alone",
         action="store_true",
-        help="Estimate the command only, without other schedules to compare with",
+        help="Estimate the command only, without other schedules",
     )
     output = group(parser, OUTPUT)
     output.add_argument(

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -378,6 +378,7 @@ def _cache_key(command: Command, config: DryRunConfig, stamp: str) -> str:
         config.gpu.capability,
         config.gpu.multiprocessors,
         config.imbalance,
+        config.lora and asdict(config.lora),
         environment_of(command),
         str(config.script),
     )

@@ -242,10 +242,13 @@ def run_rank(job: Mapping[str, Any]) -> dict[str, Any]:
     }
     from megatron.training import training
 
-    from megatron_vshape.rehearsal import exchanges
+    from megatron_vshape.rehearsal import exchanges, lora
     from megatron_vshape.rehearsal.adjustments import wrap
+    from megatron_vshape.rehearsal.ranks import LoraConfig
 
     exchanges.start_process_group(job["rank"], job["world"])
+    if job.get("lora") is not None:
+        lora.install(LoraConfig(**job["lora"]))
     watched = Watched(job.get("steps", STEPS))
     wrap(training, "setup_model_and_optimizer", watched.setup)
     wrap(training, "train_step", watched.train_step)

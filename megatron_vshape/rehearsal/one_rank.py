@@ -28,7 +28,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_vshape.mcore.refusals import captures_graphs
-from megatron_vshape.rehearsal import adjustments, exchanges, repeats, routing, single_rank
+from megatron_vshape.rehearsal import adjustments, exchanges, lora, repeats, routing, single_rank
 from megatron_vshape.rehearsal.adjustments import wrap
 from megatron_vshape.rehearsal.allocator import AllocatorSettings, Lifetime, Replayed, replay
 from megatron_vshape.rehearsal.device import Current, on_host
@@ -52,6 +52,7 @@ from megatron_vshape.rehearsal.rank_report import (
     PeakMoment,
     RankReport,
 )
+from megatron_vshape.rehearsal.ranks import LoraConfig
 from megatron_vshape.rehearsal.step_time import Scale, step_time
 from megatron_vshape.rehearsal.work import ExchangeKey, Work, repeated
 from megatron_vshape.runtime.weight_jobs import plain_tensors
@@ -73,6 +74,7 @@ class RankJob:
     world: int
     rank: int
     imbalance: float = 1.0  # tokens of this rank's experts relative to the mean
+    lora: dict[str, Any] | None = None  # `LoraConfig` in plain values
     microbatches: int | None = None  # maximum; None: twice the number of pipeline ranks
     environment: dict[str, str] = field(default_factory=dict)
     schedule: bool = False  # whether --pipeline-schedule is among the flags
@@ -199,6 +201,8 @@ class _Run:
         adjustments.install()
         if not self.job.strict:
             wrap(argparse.ArgumentParser, "parse_args", self._parse)
+        if self.job.lora is not None:
+            lora.install(LoraConfig(**self.job.lora))
         wrap(training, "setup_model_and_optimizer", self._setup)
         wrap(training, "train_step", self._train_step)
         wrap(training, "get_num_microbatches", self._num_microbatches)
@@ -473,7 +477,7 @@ def _dummy_bytes(chunk: Any) -> int:
     shapes = {
         (module.weight.shape, module.weight.dtype.itemsize)
         for module in linear_modules
-        if module.gradient_accumulation_fusion and module.weight is not None
+        if module.gradient_accumulation_fusion and getattr(module.weight, "requires_grad", False)
     }
     return sum(shape.numel() * size for shape, size in shapes)
 

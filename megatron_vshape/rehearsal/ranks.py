@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,19 @@ PER_RANK = 4
 """Maximum microbatches per pipeline rank: a schedule reaches its peak in the first ones."""
 
 
+DEFAULT_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""Linear layers with an adapter by default, as in Megatron-Bridge."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Adapters of a LoRA run, whose other weights are frozen."""
+
+    rank: int
+    targets: tuple[str, ...] = ()  # names or patterns of linear layers; none: DEFAULT_TARGETS
+    per_expert: bool = False  # one adapter per expert; otherwise local experts share one
+
+
 @dataclass(frozen=True, slots=True)
 class Programs:
     """The programs of a dry run."""
@@ -50,6 +63,7 @@ class DryRunConfig:
     vocabulary: int | None = None  # vocabulary size of the tokenizer's files
     imbalance: float = 1.0  # tokens of a rank's experts relative to the mean
     strict: bool = False  # reject flags that Megatron's parser does not have
+    lora: LoraConfig | None = None
 
     @classmethod
     def of(
@@ -62,6 +76,7 @@ class DryRunConfig:
         vocabulary: int | None = None,
         imbalance: float = 1.0,
         strict: bool = False,
+        lora: LoraConfig | None = None,
     ) -> DryRunConfig:
         """Find the programs for a command.
 
@@ -73,7 +88,7 @@ class DryRunConfig:
             te = sources.find_te(te)
         programs = Programs(megatron, te, jobs or os.cpu_count() or 1)
         script = sources.find_script(command.script, megatron)
-        return cls(programs, script, gpu, vocabulary, imbalance, strict)
+        return cls(programs, script, gpu, vocabulary, imbalance, strict, lora)
 
     def flags(self, command: Command) -> list[str]:
         """Return the command's flags without those that read files."""
@@ -104,6 +119,7 @@ class DryRunConfig:
             "world": sizes.world,
             "rank": sizes.last_rank(stage),
             "imbalance": self.imbalance,
+            "lora": None if self.lora is None else asdict(self.lora),
             "environment": environment_of(command),
             "schedule": has_schedule,
             "batch_microbatches": many,

@@ -125,8 +125,8 @@ def flags_of_config(config: Mapping[str, Any], extra_flags: Iterable[str] = ()) 
     """
     if config.get("peft"):
         raise ScheduleError(
-            "the configuration trains adapters (peft), and a rehearsal trains all weights: set "
-            "peft to null to see what the model alone needs"
+            "the configuration trains adapters (peft), and its settings are not read: set peft to "
+            "null, and add --lora-rank and --lora-targets"
         )
     sections = _sections(config)
     parser = _Arguments()

@@ -78,6 +78,7 @@ class Advice:
     neighbors: list[Configuration] = field(default_factory=list)
     grid: list[Configuration] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # not evaluated, with the reasons
+    with_fsdp: bool = True  # FSDP2's row is for runs that train all weights
 
     @property
     def layers(self) -> int:
@@ -95,7 +96,7 @@ class Advice:
             return self._rows_of(survey)
         # Its dry runs are other processes, which can run during the search.
         with ThreadPoolExecutor(1) as dry_runs:
-            without_pipeline = dry_runs.submit(fsdp.best, self.predictor, self.command_config)
+            without_pipeline = dry_runs.submit(self._without_pipeline)
             rows = self._with_pipeline()
             return rows | {"fsdp": without_pipeline.result()}
 
@@ -139,7 +140,10 @@ class Advice:
         best = min(fitting, key=step_seconds, default=None)
         rows: Rows = {"today": self.today(), "stock": min(stock, key=step_seconds, default=None)}
         rows |= {"best": best, "least": self._least_memory(fitting, best)}
-        return rows | {"fsdp": fsdp.best(self.predictor, self.command_config)}
+        return rows | {"fsdp": self._without_pipeline()}
+
+    def _without_pipeline(self) -> Prediction | None:
+        return fsdp.best(self.predictor, self.command_config) if self.with_fsdp else None
 
     def _as_stock(self, row: Prediction) -> Prediction:
         """Predict a schedule of Megatron again, as stock Megatron runs it."""
