@@ -493,7 +493,14 @@ def _command_of_framework(config: FrameworkConfig, command: Command) -> Command:
     return replace(
         command,
         flags=tuple(config.flags),
-        environment={**command.environment, **config.environment},
+        environment={
+            **command.environment,
+            **{
+                name: value
+                for name, value in config.environment.items()
+                if name.startswith(VARIABLES)
+            },
+        },
         launched=launched if config.processes else command.launched,
         model_name=config.model_name,
     )

@@ -17,6 +17,7 @@ __record() { # send the words of a command that may start a training, and its en
     local __word || return
     case "$*" in
         *.py*|*' -m '*|*-c\ *|*.sh*|*.slurm*|*.sbatch*) ;;
+        *'megatron sft '*|*'megatron pt '*|*'megatron rlhf '*) ;; # of ms-swift
         *) return ;;
     esac
     __send B
