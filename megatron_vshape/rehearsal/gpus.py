@@ -140,12 +140,14 @@ GPUS = {
     gpu.name: gpu
     for gpu in (
         _gpu("a100", "8.0", 81920, 108, "312/312/312", 2.0, 300, 25, 8, 25),
+        _gpu("a100-64gb", "8.0", 65536, 124, "358/358/358", 1.64, 300, 12.5, 4, 25),
         _gpu("a100-40gb", "8.0", 40960, 108, "312/312/312", 1.555, 300, 25, 8, 25),
         _gpu("a100-pcie", "8.0", 81920, 108, "312/312/312", 1.935, 25, 25, 8, 25),
         _gpu("a100-pcie-40gb", "8.0", 40960, 108, "312/312/312", 1.555, 25, 25, 8, 25),
         _gpu("a800", "8.0", 81920, 108, "312/312/312", 2.0, 200, 25, 8, 25),
         _gpu("l40s", "8.9", 46068, 142, "362/733/733", 0.864, 25, 25, 8, 25),
         _gpu("h100", "9.0", 81559, 132, "989/1979/1979", 3.35, 450, 50, 8, 50),
+        _gpu("h100-64gb", "9.0", 65247, 132, "989/1979/1979", 1.64, 450, 25, 4, 50),
         _gpu("h100-pcie", "9.0", 81559, 114, "756/1513/1513", 2.0, 50, 50, 8, 50),
         _gpu("h20", "9.0", 97871, 78, "148/296/296", 4.0, 450, 50, 8, 50),
         _gpu("h800", "9.0", 81559, 132, "989/1979/1979", 3.35, 200, 50, 8, 50),
@@ -154,6 +156,7 @@ GPUS = {
         _gpu("b200", "10.0", 183359, 148, "2250/4500/9000", 8.0, 900, 50, 8, 50),
         _gpu("b300", "10.3", 275040, 148, "2250/4500/13500", 8.0, 900, 100, 8, 50),
         _gpu("gb200", "10.0", 189471, 152, "2500/5000/10000", 8.0, 900, 50, 72, 180),
+        _gpu("mi250x", "9.1", 65520, 110, "191.5/191.5/191.5", 1.638, 100, 12.5, 8, 25),
         _gpu("mi300x", "9.4", 196592, 304, "1307/2615/2615", 5.3, 448, 50, 8, 50),
         _gpu("mi355x", "9.5", 294896, 256, "2517/5033/10066", 8.0, 537, 50, 8, 50),
         _gpu("gb300", "10.3", 284208, 152, "2500/5000/15000", 8.0, 900, 100, 72, 180),
@@ -163,4 +166,12 @@ GPUS = {
 GEMMs (TFLOP/s, dense; an unsupported format has the rate of the next wider one), memory (TB/s),
 links within and between nodes (GB/s, one way), number of GPUs that the fast links connect, and the
 link to the host (PCIe 4 and 5 with 16 lanes; for NVLink-C2C the achieved rate). GPUs without NVLink
-use PCIe within a node. A cluster file (--cluster) sets other links."""
+use PCIe within a node. A cluster file (--cluster) sets other links.
+
+Cards of supercomputers: gh200 has 96 GB of HBM3. a100-64gb is Leonardo's: 124 instead of 108 units,
+400 Gbit/s per node of four (Cineca's system page; Turisini et al., LEONARDO, 2023). h100-64gb is
+MareNostrum 5's: NDR200 per GPU, four per node; its memory rate is not published and set as that of
+the other card with four stacks of HBM2e. mi250x is one die of two, a GPU of its own to torch: half
+of AMD's data sheet, in nodes of eight dies with 200 Gbit/s per two (LUMI, Frontier). A link between
+dies has 50 GB/s (AMD, MI250 microarchitecture); neighbors of a ring are assumed to have two. Its
+gfx90a is 9.1 here, because 9.0 is Hopper's capability."""

@@ -56,6 +56,7 @@ _AMPERE = Rates(wide=0.72, attention=0.50, memory=0.6)
 RATES = {
     (8, 0): _AMPERE,
     (8, 9): _AMPERE,
+    (9, 1): _INSTINCT,
     (9, 4): _INSTINCT,
     (9, 5): _INSTINCT,
     **{generation: Rates(**SHARED, **fitted) for generation, fitted in BY_GENERATION.items()},
@@ -64,7 +65,8 @@ RATES = {
 
 A100's were set by hand, by the paper's grid search at 3072 tokens (three rows). Of MI300X (gfx942,
 as 9.4) the rate of products is 0.55 because the largest measured one is 0.58 of the data sheet's
-(ml-engineering, "Maximum Achievable Matmul FLOPS"); the rest is a guess, as are MI355X's (gfx950).
+(ml-engineering, "Maximum Achievable Matmul FLOPS"); the rest is a guess, as are those of MI250X
+(gfx90a, as 9.1) and MI355X (gfx950).
 """
 
 DISPATCH = "token dispatch, top "
