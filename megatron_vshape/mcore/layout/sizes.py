@@ -37,7 +37,8 @@ def option_reader(model: Any) -> Options:
 def widths_of(option: Options, vocabulary: int, sequence: int | None = None) -> Widths:
     """Return the sizes that determine the GEMMs of a layer and of the output layer."""
     hidden, heads = option("hidden_size") or 1, option("num_attention_heads") or 1
-    gated, channels = bool(option("swiglu")), option("kv_channels") or hidden // heads
+    gated = bool(option("swiglu") or option("quick_geglu"))
+    channels = option("kv_channels") or hidden // heads
     alike = option("group_query_attention") is False  # a config has only num_query_groups
     groups = None if alike else option("num_query_groups")
     return Widths(
@@ -175,11 +176,15 @@ def costs_of_symbols(option: Options, widths: Widths) -> Mapping[str, Share]:
     top, width = option("moe_router_topk") or 2, _experts(option, dense)
     local = (option("num_experts") or top) / (option("expert_model_parallel_size") or 1)
     expert_width = option("moe_ffn_hidden_size") or dense
-    weights = width - top * expert_width + local * expert_width * _expert_state(option)
+    # Experts of a latent size, with a projection to it and one back.
+    latent = option("moe_latent_size") or hidden
+    projections, scale = (0 if latent == hidden else 2 * hidden * latent), latent / hidden
+    shared_width = width - top * expert_width
+    weights = shared_width + local * expert_width * scale * _expert_state(option)
     experts = Share(
-        widths.feed_forward_layer(width),
-        2 * hidden * (1 + top) + linears * width,
-        widths.feed_forward_layer(weights),
+        widths.feed_forward_layer(shared_width + top * expert_width * scale) + projections,
+        2 * (hidden + latent * top) + linears * width,
+        widths.feed_forward_layer(weights) + projections,
     )
     state = option("mamba_state_dim") or 128
     size = option("mamba_head_dim") or 64
@@ -205,6 +210,44 @@ def costs_of_symbols(option: Options, widths: Widths) -> Mapping[str, Share]:
             symbol: symbol_cost._replace(memory=hidden) for symbol, symbol_cost in table.items()
         }
     return table
+
+
+class ModelParameters(NamedTuple):
+    """Numbers of parameters, without those of norms, biases and multi-token prediction."""
+
+    total: float
+    active: float  # that a token is multiplied by, both embeddings included
+    embeddings: float  # of both, or of the shared one
+
+
+def symbols_of(option: Options) -> str:
+    """Return the layers as symbols of a hybrid model, in which a GPT's layer has two.
+
+    Raises:
+        ScheduleError: --moe-layer-freq cannot be read.
+    """
+    pattern = (option("hybrid_layer_pattern") or "").partition(hybrid.BEGINS_MTP)[0]
+    if pattern:
+        return hybrid.without_stages(pattern)
+    if not option("num_experts"):
+        return "*-" * (option("num_layers") or 0)
+    return "".join("*E" if sparse else "*-" for sparse in layers_with_experts(option))
+
+
+def parameters_of(option: Options, vocabulary: int) -> ModelParameters:
+    """Count the parameters of a GPT or hybrid model.
+
+    Raises:
+        ScheduleError: --moe-layer-freq cannot be read.
+    """
+    table = costs_of_symbols(option, widths_of(option, vocabulary))
+    layers = [table[symbol] for symbol in symbols_of(option)]
+    total = sum(layer.state for layer in layers)
+    # The time of experts counts their active ones, that of a Mamba layer its scan as well.
+    active = sum(min(layer.time, layer.state) for layer in layers)
+    tables = 2 if option("untie_embeddings_and_output_weights") else 1
+    embeddings = float(tables * vocabulary * (option("hidden_size") or 0))
+    return ModelParameters(total + embeddings, active + embeddings, embeddings)
 
 
 def _expert_state(option: Options) -> float:
