@@ -12,10 +12,12 @@ from megatron_vshape.cli.dry_run import (
     add_cluster_argument,
     add_headroom_argument,
     add_program_arguments,
+    command_with_model,
     dry_run_config,
     fetch_missing,
     headroom_bytes_of,
     machine_of,
+    with_batch,
 )
 from megatron_vshape.cli.files import (
     Output,
@@ -30,7 +32,7 @@ from megatron_vshape.cli.progress import report_progress
 from megatron_vshape.core.model.kinds import MOVING_NAME, ScheduleError
 from megatron_vshape.rehearsal import accuracy, report
 from megatron_vshape.rehearsal.flags import Command, flag_changes, sizes_of
-from megatron_vshape.rehearsal.gpus import GPUS, Gpu
+from megatron_vshape.rehearsal.gpus import Gpu
 from megatron_vshape.rehearsal.megatron_layers import flags_text, is_even
 from megatron_vshape.rehearsal.start_rules import check_batch, check_model
 from megatron_vshape.tuning import fsdp
@@ -41,6 +43,7 @@ from megatron_vshape.tuning.advice import (
 )
 from megatron_vshape.tuning.configurations import (
     ADAPTIVE,
+    FLAGS,
     GIVEN,
     NONE,
     SIZES,
@@ -54,6 +57,7 @@ from megatron_vshape.tuning.configurations import (
 from megatron_vshape.tuning.further_options import find_fitting_options
 from megatron_vshape.tuning.machine import Machine
 from megatron_vshape.tuning.predictor import Counts, Prediction, Predictor, Verdict, step_seconds
+from megatron_vshape.tuning.proposals import propose
 from megatron_vshape.tuning.row_command import find_start_faults, needs_file, row_command, script_of
 
 MOST_SHAPES = 16
@@ -72,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group(parser, MODEL).add_argument(
         "--gpus",
         metavar="NxGPU",
-        help=f"Number and type of GPUs, as in 128xH100: {', '.join(GPUS)}; this, --cluster or "
+        help="Number and type of GPUs, as in 128xH100 (types: see rehearse); this, --cluster or "
         "--grid is required",
     )
     add_cluster_argument(parser)
@@ -129,18 +133,29 @@ def run(options: argparse.Namespace) -> int:
     for name in keep:
         if name not in _KEEP:
             raise ScheduleError(f"--keep {name!r:.40} is not one of {', '.join(_KEEP)}")
-    subject = Subject.of_command(options.command, "", options.vocabulary)
-    for note in subject.command.notes:
+    command = command_with_model(options)
+    subject = Subject("", command, [command.script, *command.flags], tokens=options.vocabulary)
+    for note in command.notes:
         print(report.wrap_text(note))
-    check_model(subject.command)
+    check_model(command)
     check_schedule_flags(subject.command)
     fetch_missing(options, subject.command)
+    proposals: list[Configuration] = []
+    if options.model is not None:
+        machine = machine_of(options)
+        command = with_batch(subject.command, machine.num_devices)
+        if not command.has(FLAGS["pipeline_parallel"]):
+            proposals = propose(replace(subject, command=command), machine)
+            command = proposals[0].command(subject)
+            changes = ", ".join(flag_changes(subject.command, command))
+            print(report.wrap_text(f"Proposed flags: {changes}"))
+        subject = replace(subject, command=command)
     if configuration_of_command(subject, 1).pipeline_parallel < 2:
         raise ScheduleError(
             "the command has no pipeline, and advise compares pipeline schedules: set "
             "--pipeline-model-parallel-size to 2 or more, or estimate its memory with rehearse"
         )
-    advice = _advice(options, subject, keep)
+    advice = _advice(options, subject, keep, proposals)
     with report_progress(lambda us: f"{us * 1e-6:.1f} s"):
         rows = advice.rows()
         rows = _rows_that_start(advice, options, rows)
@@ -149,14 +164,23 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _advice(options: argparse.Namespace, subject: Subject, keep: Sequence[str]) -> Advice:
-    """Count the configurations to compare, and list those left out with their reasons."""
+def _advice(
+    options: argparse.Namespace,
+    subject: Subject,
+    keep: Sequence[str],
+    proposals: Sequence[Configuration],
+) -> Advice:
+    """Count the configurations to compare, and list those left out with their reasons.
+
+    The configurations are those next to the command's, unless there are proposals.
+    """
     machine, grid, left_out, post_validation = _grid(options, subject)
     # The comparison starts with the command as it is, so it must run on these GPUs.
     check_batch(subject.command, sizes_of(subject.command, machine.num_devices))
     gpu, command_config = machine.gpu, configuration_of_command(subject, machine.num_devices)
     candidates = []
-    for config in () if grid else neighbors(command_config, subject, machine.num_devices, keep):
+    nearby = proposals[1:] or neighbors(command_config, subject, machine.num_devices, keep)
+    for config in () if grid else nearby:
         _, why = next(faults(config, subject, machine.num_devices, gpu.node), ("", ""))
         if why:
             left_out.append(f"{_sizes(config, subject)}: {why}")
@@ -179,6 +203,7 @@ def _advice(options: argparse.Namespace, subject: Subject, keep: Sequence[str]) 
         grid=grid,
         left_out=left_out,
         with_fsdp=options.lora_rank is None,
+        command_name="the proposal" if proposals else "today",
     )
     with report_progress(lambda us: f"{us * 1e-6:.1f} s"):
         counts.count([command_config, *grid, *candidates[:MOST_SHAPES]], lambda *_: None)
@@ -340,13 +365,14 @@ def _print(advice: Advice, options: argparse.Namespace, rows: Rows) -> None:
         f"{machine.gpu.name.upper()}. Estimated, not measured."
     )
     shown = _shown(advice, rows)
-    print("\n".join(_table(advice, [(NAMES[key], row) for key, row in shown])))
+    names = NAMES | {"today": advice.command_name}
+    print("\n".join(_table(advice, [(names[key], row) for key, row in shown])))
     for key, row in shown:
         if key != "today":
             text = _flags_sentence(advice, options, NAMES[key], row, row is rows["best"])
             print(report.wrap_text(text))
     for text in (
-        _largest_rank(today),
+        _largest_rank(today, advice.command_name),
         *accuracy.sentences(advice.case, machine.gpu),
         "The cost of splitting the backward is not in these errors; measure it with "
         "megatron-vshape rehearse --measure on one GPU.",
@@ -412,11 +438,11 @@ def _verdict(advice: Advice, options: argparse.Namespace, rows: Rows) -> list[st
     if recommended is today:
         gain = 1 - step_seconds(best) / step_seconds(today)
         return [
-            "Recommendation: keep the current configuration. The best one found is "
+            f"Recommendation: keep the flags of {advice.command_name}. The best configuration is "
             f"{100 * gain:.1f}% faster, within the error of the estimate ({100 * within:.1f}%)."
         ]
     faster = 100 * (1 - step_seconds(recommended) / step_seconds(today))
-    how = f"{faster:.0f}% faster than today" if faster > 0 else "it fits"
+    how = f"{faster:.0f}% faster than {advice.command_name}" if faster > 0 else "it fits"
     how = how if _starts(today) else "it starts"
     changes = flag_changes(predictor.subject.command, _command(advice, options, recommended))
     text = f"{', '.join(changes)}: {how}"
@@ -504,11 +530,11 @@ def _flags_sentence(
     return f"{text} advise {sizes}--export {options.export or DEFAULT_EXPORT} writes the schedule."
 
 
-def _largest_rank(row: Prediction) -> str:
-    """Format the memory of today's largest rank by component."""
+def _largest_rank(row: Prediction, name: str) -> str:
+    """Format the memory of the command's largest rank by component."""
     rank = max(row.ranks, key=lambda rank: rank.allocated)
     return (
-        f"Largest rank today: rank {row.ranks.index(rank)} with {report.gib(rank.states)} GiB of "
+        f"Largest rank of {name}: {row.ranks.index(rank)}, {report.gib(rank.states)} GiB of "
         f"weights, gradients and optimizer, {report.gib(rank.buffers)} GiB of workspaces and "
         f"P2P buffers, {report.gib(rank.activations)} GiB of activations."
     )

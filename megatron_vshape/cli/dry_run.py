@@ -1,14 +1,19 @@
 """Options of dry runs, for rehearse, advise and sweep: GPUs, free memory, Python sources."""
 
 import argparse
+import shlex
 import sys
+import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from megatron_vshape.cli.files import check_installed
 from megatron_vshape.cli.help import MEMORY, MODEL, OUTPUT, PROGRAM, group
 from megatron_vshape.cli.options import headroom_of
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal.flags import Command
+from megatron_vshape.mcore.layout.sizes import parameters_of
+from megatron_vshape.rehearsal.flags import Command, read_command
 from megatron_vshape.rehearsal.gpus import GPUS, HEADROOM, Gpu
 from megatron_vshape.rehearsal.ranks import (
     DEFAULT_TARGETS,
@@ -16,6 +21,7 @@ from megatron_vshape.rehearsal.ranks import (
     LoraConfig,
     missing_sources,
 )
+from megatron_vshape.rehearsal.report import WIDTH
 from megatron_vshape.rehearsal.sources import PythonSource, cache, fetch, missing_text
 from megatron_vshape.tuning.configurations import SweepError
 from megatron_vshape.tuning.machine import Machine
@@ -42,6 +48,11 @@ def add_headroom_argument(parser: argparse.ArgumentParser) -> None:
 
 def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments about the training command and the libraries that run it."""
+    group(parser, MODEL).add_argument(
+        "--model",
+        metavar="NAME|FILE",
+        help="Model instead of its flags: preset (qwen3-235b-a22b) or Hugging Face config.json",
+    )
     group(parser, MODEL).add_argument(
         "--imbalance",
         type=float,
@@ -87,6 +98,47 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", type=Path, metavar="FILE.json", help="All results to write"
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def command_with_model(options: argparse.Namespace) -> Command:
+    """Read the command, with the flags of --model before its flags; print the model's flags.
+
+    Raises:
+        ScheduleError: the model or the command cannot be read, or both have a model.
+    """
+    if options.model is None:
+        return read_command(options.command)
+    check_installed("--model", "estimate", "pydantic", "yaml")
+    from megatron_vshape.tuning.files import find_model, load_model
+
+    subject = load_model(find_model(options.model))
+    has_script = any(word.endswith(".py") for word in options.command)
+    command = read_command(options.command) if options.command else Command("", ())
+    if command.layers:
+        raise ScheduleError(
+            f"--model {options.model} and the command both have a model: remove one of them"
+        )
+    length = command.number("--seq-length", 4096)
+    positions = max(length, subject.command.number("--max-position-embeddings", 0))
+    model = subject.command.having(seq_length=length, max_position_embeddings=positions)
+    model = model.having(bf16=None) if command.has("--fp16") else model
+    total, active, _ = parameters_of(model.option, subject.vocabulary)
+    lines = textwrap.wrap(shlex.join(model.flags), WIDTH - 4, break_on_hyphens=False)
+    print(
+        f"{subject.name}: {total * 1e-9:.1f}B parameters, {active * 1e-9:.1f}B active. Flags, to "
+        "edit and give after -- instead of --model:\n  " + " \\\n  ".join(lines) + "\n"
+    )
+    script = command.script if has_script else subject.command.script
+    return replace(command, script=script, flags=(*model.flags, *command.flags))
+
+
+def with_batch(command: Command, gpus: int) -> Command:
+    """Set the batch of --model unless given: four sequences per GPU, or one above 8192 tokens."""
+    if command.has("--global-batch-size"):
+        return command
+    per_gpu = 4 if command.number("--seq-length", 0) <= 8192 else 1
+    batch = per_gpu * gpus * command.number("--micro-batch-size", 1)
+    return command.having(global_batch_size=batch)
 
 
 def dry_run_config(options: argparse.Namespace, command: Command, gpu: Gpu) -> DryRunConfig:

@@ -12,11 +12,13 @@ from megatron_vshape.cli.dry_run import (
     add_cluster_argument,
     add_headroom_argument,
     add_program_arguments,
+    command_with_model,
     dry_run_config,
     fetch_missing,
     headroom_bytes_of,
     of_cluster,
     positive,
+    with_batch,
 )
 from megatron_vshape.cli.files import (
     FIGURE_SUFFIXES,
@@ -36,7 +38,6 @@ from megatron_vshape.rehearsal.flags import (
     Sizes,
     launched_gpus,
     parse_ranks,
-    read_command,
     sizes_of,
 )
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
@@ -109,19 +110,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Estimate, print the table and the verdict, write the files, and return 0."""
-    words = options.command
-    if options.fetch and not words:  # only the download
+    if options.fetch and not options.command and options.model is None:  # only the download
         fetch_missing(options, Command("pretrain_gpt.py", ()))
         return 0
     _check_files(options)
-    command = read_command(words)
-    for note in command.notes:
-        print(report.wrap_text(note))
-    check_model(command)
-    gpus, unknown = launched_gpus(command)
-    if options.gpus is None and unknown:
-        print(report.wrap_text(unknown))
-    sizes = sizes_of(command, options.gpus or gpus)
+    command, sizes = _read_sized_command(options)
     if violations := violations_of(command, sizes):
         return _reject(command, violations, options.check)
     fetch_missing(options, command)
@@ -158,6 +151,22 @@ def run(options: argparse.Namespace) -> int:
     texts = {"verdict": verdict, "remedies": helps}
     _write(reports, baselines, command, options, gpu, step, texts)
     return 0
+
+
+def _read_sized_command(options: argparse.Namespace) -> tuple[Command, Sizes]:
+    """Read the command and its sizes; with --model, it gets a batch for the number of GPUs."""
+    command = command_with_model(options)
+    for note in command.notes:
+        print(report.wrap_text(note))
+    check_model(command)
+    gpus, unknown = launched_gpus(command)
+    if options.gpus is None and unknown:
+        print(report.wrap_text(unknown))
+    sizes = sizes_of(command, options.gpus or gpus)
+    if options.model is not None:
+        microbatch = command.number("--micro-batch-size", 1)
+        command = with_batch(command.having(micro_batch_size=microbatch), sizes.world)
+    return command, sizes
 
 
 def _check_files(options: argparse.Namespace) -> None:

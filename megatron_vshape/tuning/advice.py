@@ -79,6 +79,7 @@ class Advice:
     grid: list[Configuration] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # not evaluated, with the reasons
     with_fsdp: bool = True  # FSDP2's row is for runs that train all weights
+    command_name: str = "today"  # in reports
 
     @property
     def layers(self) -> int:

@@ -3,6 +3,7 @@
 Unknown keys are rejected, since an ignored misspelled key would silently give a wrong result.
 """
 
+import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -14,8 +15,10 @@ import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
 from megatron_vshape.core.model.files import fault_of, read_text
-from megatron_vshape.rehearsal.flags import Command, flags_of
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal.flags import Command, flags_of, read_command
 from megatron_vshape.rehearsal.gpus import Software
+from megatron_vshape.rehearsal.hf_config import flags_of_hf_config
 from megatron_vshape.tuning.configurations import (
     FLAGS,
     GIVEN,
@@ -345,9 +348,59 @@ def _subject(path: Path, cluster: Cluster) -> Subject:
     """Load a model file (detected by its keys), or a training command."""
     text = read_text(path, "the file", MAX_FILE_BYTES)
     is_yaml = path.suffix in (".yaml", ".yml")
-    if is_yaml and not re.search(r"^\s*(MODEL_ARGS:|[\"']?--)", text, re.MULTILINE):
-        return of_model_file(load(path, ModelFile), cluster.backend == "gloo", path)
+    is_model = is_yaml and not re.search(r"^\s*(MODEL_ARGS:|[\"']?--)", text, re.MULTILINE)
+    if is_model or (path.suffix == ".json" and "model_type" in _read_mapping(path)):
+        return load_model(path, cluster.backend == "gloo")
     return Subject.of_command([str(path)], path.stem)
+
+
+def find_model(name: str) -> Path:
+    """Return the file of a model: that path, config.json in that folder, or a preset.
+
+    The name of a preset may have dashes, dots and an owner before a slash, in any case.
+
+    Raises:
+        SweepError: there is no such file and no such preset.
+    """
+    path = Path(name)
+    if path.is_dir():
+        path /= "config.json"
+    if path.is_file():
+        return path
+    package = Path(__file__).parents[1]
+    folders = (package / "examples", package.parent)  # installed, checkout
+    files = [file for folder in folders for file in sorted(folder.glob("configs/models/*.yaml"))]
+    presets = {re.sub("[^a-z0-9]", "", file.stem): file for file in files}
+    preset = presets.get(re.sub("[^a-z0-9]", "", name.lower().rpartition("/")[2]))
+    if preset is None:
+        names = ", ".join(file.stem for file in presets.values() if file.stem != "every_key")
+        raise SweepError(
+            f"--model {name:.100} is no config.json, no folder with one, and no preset. "
+            f"Presets: {names}"
+        )
+    return preset
+
+
+def load_model(path: Path, on_cpu: bool = False) -> Subject:
+    """Load a model file, or the fields of a Hugging Face config.json, as Megatron's flags.
+
+    Raises:
+        SweepError: the file cannot be read, or lacks or has an invalid value.
+        ScheduleError: the type of the model is not supported.
+    """
+    data = _read_mapping(path)
+    if "model_type" not in data:
+        return of_model_file(load(path, ModelFile), on_cpu, path)
+    try:
+        flags, note = flags_of_hf_config(data)
+    except ScheduleError as error:
+        raise SweepError(f"{path}: {error}") from None
+    if note:
+        logger.warning("%s: %s", path, note)
+    flags += _CPU if on_cpu else ["--bf16", "--use-distributed-optimizer"]
+    name = path.parent.resolve().name if path.name == "config.json" else path.stem
+    command = read_command(flags)  # with the script of hybrid models
+    return Subject(name, command, data, translated=True)
 
 
 def _with_defaults(sweep: Sweep, subject: Subject, path: Path) -> Sweep:
@@ -387,22 +440,29 @@ def _check_executor(run: RunPart, cluster: Cluster, path: Path) -> None:
 
 def load(path: Path, kind: type[Kind]) -> Kind:
     """Load and validate the YAML file at `path`."""
+    try:
+        return kind.model_validate(_read_mapping(path))
+    except ValidationError as error:
+        raise SweepError(f"{path}: {_format_first_fault(error)}") from None
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    """Read a YAML or JSON file with keys and values."""
     text = read_text(path, "the file", MAX_FILE_BYTES)
     try:
-        data = yaml.load(text, _Loader)
+        # YAML reads 1e-05 in a JSON file as text.
+        data = json.loads(text) if path.suffix == ".json" else yaml.load(text, _Loader)
     except RecursionError:
         raise SweepError(f"{path} is not YAML: it is nested too deep") from None
     except _NotReadError as error:
         raise SweepError(f"{path}: {error}") from None
     # PyYAML raises these for invalid dates and numbers.
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise SweepError(f"{path} is not YAML: {fault_of(error)}") from None
+        kind = "JSON" if path.suffix == ".json" else "YAML"
+        raise SweepError(f"{path} is not {kind}: {fault_of(error)}") from None
     if not isinstance(data, dict):
         raise SweepError(f"{path} must have keys with values, not {_short(data)}")
-    try:
-        return kind.model_validate(data)
-    except ValidationError as error:
-        raise SweepError(f"{path}: {_format_first_fault(error)}") from None
+    return data
 
 
 class _NotReadError(Exception):

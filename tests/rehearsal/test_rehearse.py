@@ -47,6 +47,21 @@ def rehearse(run: Run, folder: Path, flags: list[str], *options: str) -> tuple[s
     return ran.stdout, json.loads(file.read_text())
 
 
+def test_a_model_by_its_config_json(warm: Warm, tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    layers, hidden, width = 4, 64, 128
+    values = {"model_type": "llama", "num_hidden_layers": layers, "hidden_size": hidden}
+    values |= {"num_attention_heads": 4, "intermediate_size": width, "vocab_size": VOCABULARY}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    flags = "--pipeline-model-parallel-size 2 --transformer-impl local --no-persist-layer-norm"
+    options = ("--model", str(tmp_path), "--ranks", "first", "--alone")
+    printed, report = rehearse(warm, tmp_path, [*flags.split(), "--no-rope-fusion"], *options)
+    (first,) = report["ranks"]
+    layer = 4 * hidden**2 + 3 * hidden * width + 2 * hidden
+    assert first["parameters"] == layers // 2 * layer + VOCABULARY * hidden
+    assert "DP 1: 2 H100 with 79.6 GiB, 8 microbatches" in printed
+
+
 def test_memory_of_a_tiny_run_follows_from_its_sizes(tmp_path: Path) -> None:
     """The command runs in separate processes, as for a user."""
     printed, report = rehearse(alone, tmp_path, TINY)

@@ -1,0 +1,144 @@
+"""Convert a Hugging Face config.json to Megatron's flags of the same language model."""
+
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal.flags import flags_of
+
+
+def _names(text: str) -> dict[str, str]:
+    """Return Megatron's options by the names in config.json; a single name is equal in both."""
+    pairs = (word.partition("=") for word in text.split())
+    return {name: option or name for name, _, option in pairs}
+
+
+_OPTIONS = _names("""
+    num_hidden_layers=num_layers hidden_size num_attention_heads head_dim=kv_channels
+    intermediate_size=ffn_hidden_size max_position_embeddings rms_norm_eps=norm_epsilon
+    layer_norm_epsilon=norm_epsilon rope_theta=rotary_base partial_rotary_factor=rotary_percent
+    attention_bias=add_qkv_bias use_qk_norm=qk_layernorm q_lora_rank kv_lora_rank v_head_dim
+    qk_nope_head_dim=qk_head_dim qk_rope_head_dim=qk_pos_emb_head_dim mamba_num_heads mamba_head_dim
+    num_nextn_predict_layers=mtp_num_layers ssm_state_size=mamba_state_dim
+    n_groups=mamba_num_groups hybrid_override_pattern=hybrid_layer_pattern
+""")
+_OPTIONS_OF_EXPERTS = _names("""
+    num_experts num_local_experts=num_experts n_routed_experts=num_experts moe_latent_size
+    num_experts_per_tok=moe_router_topk experts_per_token=moe_router_topk
+    moe_intermediate_size=moe_ffn_hidden_size moe_shared_expert_intermediate_size
+    shared_expert_intermediate_size=moe_shared_expert_intermediate_size
+    routed_scaling_factor=moe_router_topk_scaling_factor
+""")
+_REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+
+_PLAIN = "--normalization RMSNorm --disable-bias-linear"
+_LLAMA = f"{_PLAIN} --position-embedding-type rope --swiglu"
+_EXPERTS = (
+    "--moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-permute-fusion "
+    "--expert-tensor-parallel-size 1"
+)
+_SIGMOID = (
+    "--moe-router-score-function sigmoid --moe-router-pre-softmax --moe-router-dtype fp32 "
+    "--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss "
+    "--moe-aux-loss-coeff 1e-4"
+)
+_MLA = f"{_LLAMA} --multi-latent-attention --qk-layernorm --no-rope-fusion {_SIGMOID}"
+_FLAGS = {
+    "deepseek_v3": _MLA,
+    "glm4_moe": f"{_LLAMA} {_SIGMOID}",
+    "gpt_oss": "--normalization RMSNorm --position-embedding-type rope --no-rope-fusion "
+    "--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0 "
+    "--no-bias-gelu-fusion --no-bias-dropout-fusion --softmax-type learnable "
+    "--window-attn-skip-freq 2",
+    "kimi_k2": _MLA,
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "mixtral": _LLAMA,
+    "nemotron_h": f"{_PLAIN} --position-embedding-type none --squared-relu",
+    "qwen2": f"{_LLAMA} --add-qkv-bias",
+    "qwen3": f"{_LLAMA} --qk-layernorm",
+    "qwen3_moe": f"{_LLAMA} --qk-layernorm",
+}
+"""Flags of each model_type that do not depend on its sizes, as in Megatron-Bridge's providers."""
+
+_LANGUAGE_MODELS = _names(
+    "glm4v_moe=glm4_moe qwen2_5_vl=qwen2 qwen3_vl=qwen3 qwen3_vl_moe=qwen3_moe"
+)
+
+
+def flags_of_hf_config(config: Mapping[str, Any]) -> tuple[list[str], str]:
+    """Return Megatron's flags of a model, and a note about parts that they do not have.
+
+    Raises:
+        ScheduleError: the type of the model is unknown, or a size is missing.
+    """
+    text = config.get("text_config") or config
+    named = str(text.get("model_type") or config.get("model_type")).removesuffix("_text")
+    kind = _LANGUAGE_MODELS.get(named, named)
+    if kind not in _FLAGS:
+        raise ScheduleError(
+            f"its model_type {named:.40} is not supported; supported: {', '.join(_FLAGS)}. Give "
+            "Megatron's flags of the model after -- instead"
+        )
+    missing = [name for name in _REQUIRED if text.get(name) is None]
+    if missing:
+        raise ScheduleError(f"it lacks {', '.join(missing)}: use the complete config.json")
+    has_vision = text is not config or "vision_config" in config
+    note = f"The language model of {config.get('model_type')}, without its vision encoder."
+    experts = _expert_options(text)
+    options = {option: text[name] for name, option in _OPTIONS.items() if text.get(name)}
+    options |= _attention_options(text) | experts
+    if kind == "gpt_oss":
+        options["window_size"] = f"{text.get('sliding_window', 128) - 1},0"
+    # The NullTokenizer of older releases adds one token; padding to an even number covers both.
+    vocabulary = text["vocab_size"]
+    options |= {"vocab_size": vocabulary - 1, "make_vocab_size_divisible_by": 2 - vocabulary % 2}
+    options |= {"untie_embeddings_and_output_weights": not text.get("tie_word_embeddings", False)}
+    options |= {"attention_dropout": 0, "hidden_dropout": 0}
+    flags = flags_of({name: _plain(value) for name, value in options.items()})
+    parts = [_FLAGS[kind], *([_EXPERTS] if experts else [])]
+    parts += [_SIGMOID] if experts and kind == "nemotron_h" else []
+    return [*flags, *" ".join(parts).split()], note if has_vision else ""
+
+
+def _plain(value: Any) -> Any:
+    """Return a number as Megatron's parser expects it: 1000000.0 is an integer there."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _attention_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of query groups and rotary embeddings."""
+    heads = config["num_attention_heads"]
+    groups = config.get("num_key_value_heads") or heads
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    factor = rope.get("factor", 1)
+    options = {"rotary_base": rope["rope_theta"]} if "rope_theta" in rope else {}  # transformers 5
+    if config.get("kv_lora_rank"):
+        options |= {name: rope[name] for name in ("mscale", "mscale_all_dim") if name in rope}
+        options |= {"rotary_scaling_factor": factor, "rope_type": "yarn" if factor > 1 else "rope"}
+        return options | {"kv_channels": config.get("v_head_dim")}
+    if groups != heads:
+        options |= {"group_query_attention": True, "num_query_groups": groups}
+    if rope.get("rope_type") == "llama3":
+        options |= {"use_rope_scaling": True, "rope_scaling_factor": factor}
+    return options | ({"num_layers": None} if config.get("hybrid_override_pattern") else {})
+
+
+def _expert_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of experts; none for a dense model."""
+    options = {name: config[key] for key, name in _OPTIONS_OF_EXPERTS.items() if config.get(key)}
+    if "num_experts" not in options:
+        return {}
+    width = options.setdefault("moe_ffn_hidden_size", config.get("intermediate_size"))
+    if shared := config.get("n_shared_experts"):
+        options.setdefault("moe_shared_expert_intermediate_size", shared * width)
+    if (config.get("n_group") or 1) > 1:
+        options |= {"moe_router_num_groups": config["n_group"]}
+        options |= {"moe_router_group_topk": config["topk_group"]}
+    layers, step = range(config["num_hidden_layers"]), config.get("decoder_sparse_step") or 1
+    dense = {*range(config.get("first_k_dense_replace") or 0), *config.get("mlp_only_layers", ())}
+    dense |= {layer for layer in layers if (layer + 1) % step}
+    runs = groupby(int(layer not in dense) for layer in layers)
+    parts = [f"[{has_experts}]*{len([*run])}" for has_experts, run in runs]
+    return options | {"moe_layer_freq": f"({'+'.join(parts)})" if dense else None}

@@ -1,0 +1,134 @@
+"""Propose parallel sizes for a model from the sizes of its layers, before any dry run."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.mcore.layout.sizes import costs_of_symbols, parameters_of, symbols_of
+from megatron_vshape.rehearsal.step_time import rates_of
+from megatron_vshape.tuning.configurations import (
+    FLAGS,
+    FULL,
+    NONE,
+    Configuration,
+    Subject,
+    configuration_of_command,
+    faults,
+)
+from megatron_vshape.tuning.machine import Machine
+from megatron_vshape.tuning.predictor import key_of_count
+
+_MAX_COUNTS, _MAX_PROPOSALS = 3, 8
+"""Maximum sets of sizes that need dry runs, and configurations with these sizes."""
+
+_FULL_SHARE = 0.9
+"""Share of the memory that the estimate may fill, because it lacks workspaces and logits."""
+
+_TOKENS_PER_RANK = 8192
+"""Sequences are not split further than this by context parallelism."""
+
+
+def propose(subject: Subject, machine: Machine) -> list[Configuration]:
+    """Return pipeline configurations for the command, the best first by a rough estimate.
+
+    Sizes that the command sets stay.
+
+    Raises:
+        ScheduleError: no configuration is possible.
+    """
+    number, node, option = machine.num_devices, machine.gpu.node, cache(subject.command.option)
+    limit_bytes = _FULL_SHARE * machine.gpu.allocatable_bytes(0, 0.0)
+    candidates: list[tuple[float, float, Configuration]] = []
+    for config in _configurations(subject, machine):
+        if not any(faults(config, subject, number, node)):
+            step_s, peak_bytes = _estimate(config, subject, machine, option)
+            candidates.append((max(peak_bytes, limit_bytes), step_s, config))
+    if not candidates:
+        raise ScheduleError(
+            f"no sizes with a pipeline can be proposed for {number} GPUs: change the number in "
+            "--gpus, or give --pipeline-model-parallel-size and the other sizes after --"
+        )
+    proposals: list[Configuration] = []
+    keys: set[object] = set()
+    for *_, config in sorted(candidates, key=lambda candidate: candidate[:2]):
+        key = key_of_count(config)
+        if len(proposals) < _MAX_PROPOSALS and (key in keys or len(keys) < _MAX_COUNTS):
+            keys.add(key)
+            proposals.append(config)
+    return proposals
+
+
+def _configurations(subject: Subject, machine: Machine) -> Iterator[Configuration]:
+    """Yield all configurations with powers of two, and any pipeline size that divides the GPUs."""
+    number, base = machine.num_devices, configuration_of_command(subject, machine.num_devices)
+    powers = [2**exponent for exponent in range(number.bit_length())]
+    contexts = [size for size in powers if size * _TOKENS_PER_RANK <= base.sequence_length]
+    sizes = {
+        "tensor_parallel": powers,
+        "pipeline_parallel": [size for size in range(2, number + 1) if not number % size],
+        "context_parallel": contexts or [1],
+        "expert_parallel": powers if subject.experts else [1],
+        "microbatch_size": [1, 2],
+    }
+    given = {name: [getattr(base, name)] for name in sizes if subject.command.has(FLAGS[name])}
+    recomputes = [NONE, FULL] if base.recompute == NONE else [base.recompute]
+    for *values, recompute in itertools.product(*(sizes | given).values(), recomputes):
+        settings: dict[str, Any] = dict(zip(sizes, values, strict=True))
+        config = replace(base, **settings, recompute=recompute, sequence_parallel=True)
+        yield config.on_devices(number)
+
+
+def _estimate(
+    config: Configuration, subject: Subject, machine: Machine, command_option: Any
+) -> tuple[float, float]:
+    """Estimate the seconds of a step of 1F1B and the bytes of its largest rank."""
+    sizes = {flag[2:].replace("-", "_"): getattr(config, name) for name, flag in FLAGS.items()}
+    sizes |= {"world_size": machine.num_devices}
+    sizes |= {"recompute_granularity": FULL} if config.recompute == FULL else {}
+
+    def option(name: str) -> Any:
+        return sizes[name] if name in sizes else command_option(name)
+
+    tensor, context, stages = (
+        config.tensor_parallel,
+        config.context_parallel,
+        config.pipeline_parallel,
+    )
+    widths, symbols = subject.widths(config.sequence_length), symbols_of(option)
+    parameters, table = parameters_of(option, subject.vocabulary), costs_of_symbols(option, widths)
+    replicas = config.data_parallel * context
+    of_rank = (parameters.total - parameters.embeddings) / stages + parameters.embeddings / 2
+    of_rank /= tensor
+    tokens = config.sequence_length * config.microbatch_size / (tensor * context)
+    memory = sum(table[symbol].memory for symbol in symbols)
+    peak_bytes = of_rank * (6 + 12 / replicas) + 2 * tokens * memory
+    flops = subject.flops(*config.workload) * (4 / 3 if config.recompute == FULL else 1)
+    busy_s = flops / machine.num_devices / machine.gpu.bf16_flops / rates_of(machine.gpu).wide
+    # Five gathers and reduce-scatters of a block, four all-to-alls of experts, keys and values and
+    # their gradients; messages to the next stage.
+    experts, hidden = symbols.count("E"), widths.hidden
+    routed = (option("moe_router_topk") or 2) * (option("moe_latent_size") or hidden)
+    gathered = 5 * (len(symbols) - experts) * hidden * tensor
+    keys = 3 * symbols.count("*") * widths.key_value * context
+    exchanged_s = gathered * _seconds_per_byte(tensor, 1, machine)
+    exchanged_s += 4 * experts * routed * _seconds_per_byte(config.expert_parallel, 1, machine)
+    exchanged_s += keys * _seconds_per_byte(context, tensor, machine)
+    microbatches = config.num_microbatches
+    messages_s = 2 * hidden / machine.gpu.far_rate
+    busy_s += 2 * tokens * microbatches * (exchanged_s / stages + messages_s)
+    uneven = max(1.0, -(-len(symbols) // stages) * stages / (len(symbols) + 2))
+    step_s = busy_s * uneven * (1 + (stages - 1) / microbatches)
+    # Half of the collectives of gradients (fp32) and parameters (bf16) are assumed to be hidden.
+    step_s += 0.5 * 6 * of_rank * _seconds_per_byte(replicas, tensor, machine)
+    return step_s, peak_bytes
+
+
+def _seconds_per_byte(ranks: int, stride: int, machine: Machine) -> float:
+    """Return the seconds that a rank needs per byte for a group of ranks this far apart."""
+    gpu, rates = machine.gpu, rates_of(machine.gpu)
+    inside = min(ranks, max(1, gpu.node // stride))
+    near_s = (inside - 1) / ranks / gpu.near_rate / rates.wire
+    return near_s + (ranks - inside) / ranks / gpu.far_rate / rates.network

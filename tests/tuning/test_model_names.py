@@ -1,0 +1,182 @@
+"""Models by name or config.json: flags, parameter counts, proposed sizes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.mcore.layout.sizes import parameters_of
+from megatron_vshape.rehearsal.flags import Command
+from megatron_vshape.rehearsal.gpus import GPUS
+from megatron_vshape.rehearsal.hf_config import flags_of_hf_config
+from megatron_vshape.tuning.configurations import Subject, faults
+from megatron_vshape.tuning.files import find_model, load_model, load_sweep
+from megatron_vshape.tuning.machine import Machine
+from megatron_vshape.tuning.predictor import key_of_count
+from megatron_vshape.tuning.proposals import propose
+
+MODELS = Path(__file__).parents[2] / "configs" / "models"
+
+PUBLISHED = {
+    "deepseek_v3": (671, 37, 1),
+    "glm_4_5": (355, 32, 0),  # its report excludes both embeddings from active parameters
+    "glm_4_5_air": (106, 12, 0),
+    "gpt_oss_120b": (116.8, 5.1, 1),  # its card counts the output layer only
+    "gpt_oss_20b": (20.9, 3.6, 1),
+    "kimi_k2": (1026, 32.6, 2),  # its card has 1T
+    "llama_3_1_405b": (405.9, 405.9, 2),
+    "llama_3_1_70b": (70.6, 70.6, 2),
+    "llama_3_1_8b": (8.03, 8.03, 2),
+    "mixtral_8x22b": (141, 39, 2),
+    "mixtral_8x7b": (46.7, 12.9, 2),
+    "nemotron_3_super": (120.6, 12.7, 2),
+    "nemotron_h_47b": (46.8, 46.8, 2),
+    "qwen2_5_32b": (32.8, 32.8, 2),
+    "qwen2_5_72b": (72.7, 72.7, 2),
+    "qwen2_5_7b": (7.62, 7.62, 2),
+    "qwen3_235b_a22b": (235, 22, 2),
+    "qwen3_30b_a3b": (30.5, 3.3, 2),
+    "qwen3_32b": (32.8, 32.8, 2),
+    "qwen3_8b": (8.2, 8.2, 2),
+}
+"""Billions of parameters, of active ones, and the number of embeddings counted as active."""
+
+VALUES = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_attention_heads": 8,
+    "vocab_size": 32000,
+}
+
+
+def command_of(**values: Any) -> Command:
+    return Command("", tuple(flags_of_hf_config({**VALUES, **values})[0]))
+
+
+def with_workload(subject: Subject, gpus: int, *flags: str) -> Subject:
+    command = subject.command.having(seq_length=4096, global_batch_size=4 * gpus)
+    command = Command(command.script, (*command.flags, *flags))
+    return Subject(subject.name, command, None)
+
+
+def test_every_preset_of_a_public_model_has_published_sizes() -> None:
+    presets = [file for file in MODELS.glob("*.yaml") if "model_type" in file.read_text()]
+    assert {file.stem for file in presets} == PUBLISHED.keys()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
+    total, active, tables = PUBLISHED[name]
+    subject = load_model(find_model(name))
+    counted = parameters_of(subject.command.option, subject.vocabulary)
+    assert counted.total / 1e9 == pytest.approx(total, rel=0.01)
+    counted_active = counted.active - counted.embeddings * (2 - tables) / 2
+    rounding = 0.5 if active == int(active) else 0.05
+    assert counted_active / 1e9 == pytest.approx(active, rel=0.01, abs=rounding)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_235b_a22b", "Qwen3-235B-A22B", "Qwen/Qwen3-235B-A22B", str(MODELS / "qwen3_8b.yaml")],
+)
+def test_names_of_presets(name: str) -> None:
+    assert find_model(name).parent == MODELS
+
+
+def test_an_unknown_name_lists_the_presets() -> None:
+    with pytest.raises(ScheduleError, match=r"--model qwen9 is no config\.json.*deepseek_v3, "):
+        find_model("qwen9")
+
+
+def test_a_folder_with_a_config_json(tmp_path: Path) -> None:
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    # transformers 5 has the base among the rope's parameters; JSON's 1e-05 is no number in YAML.
+    rope = {"rope_type": "default", "rope_theta": 500000.0}
+    values = {**VALUES, "rms_norm_eps": 1e-05, "rope_parameters": rope}
+    (folder / "config.json").write_text(json.dumps(values))
+    subject = load_model(find_model(str(folder)))
+    assert (subject.name, subject.layers, subject.vocabulary) == ("my-model", 4, 32000)
+    assert subject.command.value("--norm-epsilon") == "1e-05"
+    assert subject.command.value("--rotary-base") == "500000"
+
+
+def test_dense_layers_among_experts() -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    command = command_of(model_type="qwen3_moe", **experts, decoder_sparse_step=2)
+    assert command.value("--moe-layer-freq") == "([0]*1+[1]*1+[0]*1+[1]*1)"
+    command = command_of(model_type="glm4_moe", **experts, first_k_dense_replace=1)
+    assert command.value("--moe-layer-freq") == "([0]*1+[1]*3)"
+    assert not command_of(model_type="qwen3_moe", **experts).has("--moe-layer-freq")
+
+
+def test_a_vision_language_model_is_its_language_model(tmp_path: Path) -> None:
+    text = {**VALUES, "model_type": "qwen3_vl_text"}
+    flags, note = flags_of_hf_config({"model_type": "qwen3_vl", "text_config": text})
+    assert note == "The language model of qwen3_vl, without its vision encoder."
+    assert (flags, "") == flags_of_hf_config({**VALUES, "model_type": "qwen3"})
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        (
+            {**VALUES, "model_type": "mamba9"},
+            r"config\.json: its model_type mamba9 is not supported",
+        ),
+        (
+            {"model_type": "llama"},
+            "it lacks num_hidden_layers, hidden_size, num_attention_heads, v",
+        ),
+    ],
+)
+def test_configs_that_are_rejected(tmp_path: Path, values: dict[str, Any], text: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(values))
+    with pytest.raises(ScheduleError, match=text):
+        load_model(file)
+
+
+def test_a_sweep_reads_a_preset() -> None:
+    loaded = load_sweep(MODELS.parent / "sweeps" / "every_key.yaml")
+    assert loaded.subject.command.flags == load_model(find_model("llama_3_1_70b")).command.flags
+
+
+@pytest.mark.parametrize("flags", [(), ("--tensor-model-parallel-size", "2")])
+@pytest.mark.parametrize(
+    ("name", "number", "gpu"), [("llama_3_1_8b", 8, "h100"), ("mixtral_8x7b", 16, "h100")]
+)
+def test_proposed_sizes_are_possible_and_few(
+    name: str, number: int, gpu: str, flags: tuple[str, ...]
+) -> None:
+    subject = with_workload(load_model(find_model(name)), number, *flags)
+    proposals = propose(subject, Machine(GPUS[gpu], number))
+    assert 1 < len(set(proposals)) == len(proposals) <= 8
+    assert len(set(map(key_of_count, proposals))) <= 3
+    for config in proposals:
+        assert not [*faults(config, subject, number, GPUS[gpu].node)]
+        assert config.tensor_parallel == 2 or not flags
+
+
+def test_larger_models_are_split_further() -> None:
+    """The shards of weights grow with the model, and long sequences are split as well."""
+    shards = []
+    for name in ("qwen3_8b", "llama_3_1_70b", "llama_3_1_405b"):
+        subject = with_workload(load_model(find_model(name)), 512)
+        best, *_ = propose(subject, Machine(GPUS["h100"], 512))
+        shards.append(best.tensor_parallel * best.pipeline_parallel)
+    assert shards[0] < shards[1] < shards[2]
+    subject = load_model(find_model("llama_3_1_70b"))
+    long = subject.command.having(seq_length=131072, global_batch_size=64)
+    best, *_ = propose(Subject("", long, None), Machine(GPUS["h100"], 64))
+    assert best.context_parallel > 1
+
+
+def test_a_number_of_gpus_without_a_pipeline_is_rejected() -> None:
+    subject = with_workload(load_model(find_model("qwen3_8b")), 1)
+    with pytest.raises(ScheduleError, match="no sizes with a pipeline can be proposed for 1 GPUs"):
+        propose(subject, Machine(GPUS["h100"], 1))
