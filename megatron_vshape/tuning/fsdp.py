@@ -7,10 +7,12 @@ reduce-scattered, in every microbatch (ZeRO stage 3).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from megatron_vshape.core.model.pieces import Piece, Share
 from megatron_vshape.core.plan import published_schedule
 from megatron_vshape.rehearsal import accuracy
+from megatron_vshape.rehearsal.flags import Command
 from megatron_vshape.rehearsal.step_time import exposed_s, link_bytes_of, rates_of
 from megatron_vshape.tuning.configurations import (
     FULL,
@@ -29,12 +31,17 @@ PARAMETER_BYTES, GRADIENT_BYTES = 2, 4
 _SHARDED_BYTES = 18
 """Sharded bytes of a parameter: bfloat16 and float32 copies, a gradient, two Adam moments."""
 
-OPTIONS = {
-    "use_megatron_fsdp": True,
-    "data_parallel_sharding_strategy": "optim_grads_params",
-    "ckpt_format": "fsdp_dtensor",
-}
-"""Options with which Megatron shards parameters, gradients and optimizer states."""
+
+def options_of(command: Command) -> dict[str, Any]:
+    """Return the options that shard parameters, gradients and optimizer states of a command."""
+    options = {
+        "use_megatron_fsdp": True,
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "ckpt_format": "fsdp_dtensor",
+    }
+    if command.value("--transformer-impl") == "local":  # the fusion needs Transformer Engine
+        options["no_gradient_accumulation_fusion"] = True
+    return options
 
 
 def best(predictor: Predictor, command_config: Configuration) -> Prediction | None:

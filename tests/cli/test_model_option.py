@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vshape.cli.dry_run import with_batch, words_with_model
+from megatron_vshape.cli.dry_run import command_with_model, with_batch
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal.flags import read_command
+from megatron_vshape.rehearsal.flags import Command
 from megatron_vshape.tuning.files import find_model, load_model
 
 pytest.importorskip("pydantic")
@@ -17,16 +17,15 @@ pytest.importorskip("pydantic")
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 
 
-def words_of(model: str | None, text: str) -> list[str]:
-    return words_with_model(Namespace(model=model, command=shlex.split(text)))
+def command_of(model: str | None, text: str) -> Command:
+    return command_with_model(Namespace(model=model, command=shlex.split(text)))
 
 
 def test_the_flags_of_the_model_are_printed_and_come_first(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = words_of("qwen3-30b-a3b", "--tensor-model-parallel-size 2 --num-layers 4")
-    command = read_command(words)
-    assert (command.script, command.layers) == ("pretrain_gpt.py", 4)
+    command = command_of("qwen3-30b-a3b", "--tensor-model-parallel-size 2")
+    assert (command.script, command.layers) == ("pretrain_gpt.py", 48)
     assert command.value("--tensor-model-parallel-size") == "2"
     assert command.value("--seq-length") == "4096"
     assert command.has("--bf16")
@@ -34,30 +33,37 @@ def test_the_flags_of_the_model_are_printed_and_come_first(
     assert "qwen3_30b_a3b: 30.5B parameters, 3.3B active" in printed
     # They can be pasted: a shell reads the lines as one command.
     flags = shlex.split(printed.partition(":\n")[2].replace("\\\n", " "))
-    assert flags == words[1 : 1 + len(flags)]
+    assert flags == list(command.flags[: len(flags)])
 
 
 def test_flags_of_the_command_replace_defaults() -> None:
-    words = words_of("llama-3.1-8b", "torchrun train.py --seq-length 8192 --fp16")
-    command = read_command(words)
-    assert (words[0], command.script) == ("torchrun", "train.py")
+    command = command_of("llama-3.1-8b", "torchrun --nnodes 2 train.py --seq-length 8192 --fp16")
+    assert (command.script, command.launched) == ("train.py", {"--nnodes": "2"})
     assert command.value("--seq-length") == "8192"
     assert not command.has("--bf16")
-    assert words_of(None, "train.py --fp16") == ["train.py", "--fp16"]
+    assert command_of(None, "train.py --fp16").flags == ("--fp16",)
 
 
 def test_a_hybrid_model_has_its_script() -> None:
-    command = read_command(words_of("nemotron-h-47b", "--micro-batch-size 1"))
+    command = command_of("nemotron-h-47b", "--micro-batch-size 1")
     assert (command.script, command.layers) == ("pretrain_hybrid.py", 98)
 
 
-def test_a_model_and_a_file_with_flags_are_rejected() -> None:
-    with pytest.raises(ScheduleError, match=r"--model qwen3-8b and train\.sh both describe the m"):
-        words_of("qwen3-8b", "train.sh 70B")
+def test_two_models_are_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match=r"--model qwen3-8b and the command both have a model"):
+        command_of("qwen3-8b", "--num-layers 4")
+    assert command_of("qwen3-8b", "").layers == 36
+
+
+def test_a_framework_file_without_sizes_gets_the_model(tmp_path: Path) -> None:
+    words = "megatron sft --model Qwen/Qwen3-8B --tuner_type full --tensor_model_parallel_size 2"
+    command = command_of("qwen3-8b", words)
+    assert command.layers == 36
+    assert command.value("--tensor-model-parallel-size") == "2"
 
 
 def test_the_default_batch_divides_among_replicas() -> None:
-    command = read_command(words_of("qwen3-8b", "--micro-batch-size 2"))
+    command = command_of("qwen3-8b", "--micro-batch-size 2")
     assert with_batch(command, 16).value("--global-batch-size") == "128"
     assert with_batch(command.having(seq_length=131072), 16).value("--global-batch-size") == "32"
     command = command.having(global_batch_size=96)
@@ -79,6 +85,6 @@ def test_a_config_json_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture
     values |= {"num_attention_heads": 4, "vocab_size": 100, "intermediate_size": 256}
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert find_model(str(tmp_path)) == tmp_path / "config.json"
-    command = read_command(words_of(str(tmp_path), "--seq-length 8192"))
+    command = command_of(str(tmp_path), "--seq-length 8192")
     assert command.layers == 2
     assert command.value("--max-position-embeddings") == "8192"  # which Megatron requires

@@ -206,14 +206,15 @@ def test_offloaded_activations_are_not_counted_on_the_gpu(warm: Warm, tmp_path: 
     ("flags", "wrong"),
     [
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
-        (["--num-layers", "5"], "could not be rehearsed"),
+        (["--num-layers", "5"], "5 layers do not divide among 2 pipeline ranks"),
         (["--pipeline-schedule", "auto"], "nothing is measured here"),
     ],
 )
 def test_invalid_commands_end_with_one_error_line(
     warm: Warm, tmp_path: Path, flags: list[str], wrong: str
 ) -> None:
-    ran = warm(tmp_path, "rehearse", "--ranks", "last", "--", "pretrain_gpt.py", *TINY, *flags)
+    words = ["rehearse", "--strict", "--ranks", "last", "--", "pretrain_gpt.py", *TINY, *flags]
+    ran = warm(tmp_path, *words)
     assert ran.returncode == 2
     (line,) = ran.stderr.splitlines()[-1:]
     assert wrong in line
@@ -455,7 +456,8 @@ def test_advise_compares_the_current_run_with_alternatives(
     ran = warm(tmp_path, *command, "--", "pretrain_gpt.py", *flags, "--recompute-num-layers", "1")
     assert ran.returncode == 0, ran.stderr
     report = json.loads(file.read_text())
-    assert list(report) == ["today", "stock", "best", "same", "least", "DON'T", "fsdp"]
+    rows = ["today", "stock", "best", "same", "least", "DON'T", "fsdp"]
+    assert list(report) == rows, ran.stdout
     assert report["today"]["flags"] == []
     assert "remove --recompute-*" in report["stock"]["flags"]
     assert f"--pipeline-schedule {plan}" in report["best"]["flags"] or report["best"]["is_stock"]
