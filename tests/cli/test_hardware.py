@@ -84,6 +84,7 @@ def test_invalid_cluster_file_is_rejected(tmp_path: Path, text: str, message: st
 def test_advise_needs_one_description(
     options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["pretrain_gpt.py", "--num-layers", "4", "--pipeline-model-parallel-size", "2"]
+    sizes = "--num-layers 4 --hidden-size 64 --pipeline-model-parallel-size 2"
+    flags = ["pretrain_gpt.py", *sizes.split()]
     assert main(["advise", *options, "--", *flags]) == 2
     assert "needs one of --gpus" in capsys.readouterr().err
