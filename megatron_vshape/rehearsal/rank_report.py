@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from megatron_vshape.rehearsal.step_time import Scale
@@ -126,7 +126,7 @@ class RankReport:
     host_bytes: int  # peak of its process
     measured: str | None = None  # where `kinds` were measured, see `counted.with_measured`
     memory_measured: bool | None = None  # whether their memory was, too
-    ignored_flags: Sequence[str] = ()  # that Megatron's parser does not have
+    ignored_flags: Sequence[str] = field(default_factory=list)  # unknown to Megatron's parser
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain values."""
@@ -181,7 +181,7 @@ class CheckedRank:
     stage: int
     notices: Sequence[str]  # log lines about translated or ignored options
     seconds: float
-    ignored_flags: Sequence[str] = ()  # that Megatron's parser does not have
+    ignored_flags: Sequence[str] = field(default_factory=list)  # unknown to Megatron's parser
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain values."""
