@@ -133,7 +133,7 @@ class SlurmSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RecordedCommand:
     """The words of a command that was not executed, its environment, and the commands around it."""
 
     words: Sequence[str]
@@ -145,7 +145,7 @@ class Record:
 class Expansion:
     """The commands of a script, its variables with flags, and the files that it reads."""
 
-    records: list[Record] = field(default_factory=list)
+    records: list[RecordedCommand] = field(default_factory=list)
     arrays: dict[str, list[str]] = field(default_factory=dict)
     texts: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
@@ -172,7 +172,7 @@ def expand_script(
     Raises:
         ScheduleError: bash is not installed.
     """
-    run = _Run(path, environment, launcher)
+    run = _BashRun(path, environment, launcher)
     with tempfile.TemporaryDirectory(prefix="vshape-") as folder:
         run.execute(Path(folder), text, parameters)
     expansion = run.expansion
@@ -188,7 +188,7 @@ def expand_script(
 _Inner = tuple[str, Path, Sequence[str], Mapping[str, str], Sequence[str]]
 
 
-def _inner_scripts(record: Record, path: Path) -> Iterator[_Inner]:
+def _inner_scripts(record: RecordedCommand, path: Path) -> Iterator[_Inner]:
     """Yield the command lines in quotes and the scripts among the words of a command."""
     for index, word in enumerate(record.words):
         launcher = (*record.launcher, *record.words[:index])
@@ -218,7 +218,7 @@ def _find_file(name: str, folder: str, script: Path) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-class _Run:
+class _BashRun:
     """A process of bash that expands a script, and the files and records that it exchanges."""
 
     def __init__(self, path: Path, environment: Mapping[str, str], launcher: Sequence[str]) -> None:
@@ -329,7 +329,7 @@ class _Run:
             return
         pairs = [piece[1:].partition("=") for piece in pieces if piece.startswith("E")]
         environment = {name: value for name, _, value in pairs if name != "PATH"}
-        self.expansion.records.append(Record(words, environment, self._launcher))
+        self.expansion.records.append(RecordedCommand(words, environment, self._launcher))
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,7 +389,7 @@ def _split(words: Iterable[str]) -> list[str]:
     return [word for word in chain.from_iterable(flags) if word not in ("\\", "")]
 
 
-def _started(record: Record, known: Collection[str]) -> StartedTraining:
+def _started(record: RecordedCommand, known: Collection[str]) -> StartedTraining:
     """Find the training script among the words of a command: the last one before its flags."""
     words = list(record.words)
     names = [word.partition("=")[0] for word in words]
