@@ -442,7 +442,8 @@ def _verdict(advice: Advice, options: argparse.Namespace, rows: Rows) -> list[st
             f"{100 * gain:.1f}% faster, within the error of the estimate ({100 * within:.1f}%)."
         ]
     faster = 100 * (1 - step_seconds(recommended) / step_seconds(today))
-    how = f"{faster:.0f}% faster than {advice.command_name}" if faster > 0 else "it fits"
+    is_faster = today.fits and faster > 0
+    how = f"{faster:.0f}% faster than {advice.command_name}" if is_faster else "it fits"
     how = how if _starts(today) else "it starts"
     changes = flag_changes(predictor.subject.command, _command(advice, options, recommended))
     text = f"{', '.join(changes)}: {how}"
