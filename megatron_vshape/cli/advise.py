@@ -555,7 +555,11 @@ def _write(advice: Advice, options: argparse.Namespace, rows: Rows) -> None:
     def changes(row: Prediction) -> list[str]:
         return flag_changes(today, _command(advice, options, row))
 
-    if options.export is not None and best is not None and best.schedule is not None:
+    plan_is_unused = options.write is not None and (
+        options.export == options.write.with_suffix(".json")
+        and not (recommended is best and best is not None and needs_file(best))
+    )
+    if options.export and best is not None and best.schedule is not None and not plan_is_unused:
         schedule = replace(best.schedule, name="advised")
         outputs.append(schedule_output("--export", options.export, schedule))
     if options.json is not None:

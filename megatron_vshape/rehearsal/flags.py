@@ -106,7 +106,7 @@ class Command:
     environment: Mapping[str, str] = field(default_factory=dict)
     launched: Mapping[str, str] = field(default_factory=dict)  # nodes and processes per node
     model_name: str = ""  # of a framework's configuration, which has no sizes of the model
-    notes: tuple[str, ...] = ()  # for the user: what was left out or assumed
+    notes: tuple[str, ...] = ()  # for the user: omissions and assumptions
 
     def value(self, flag: str, default: str | None = None) -> str | None:
         """Return the value of the last occurrence of a flag.
@@ -663,7 +663,7 @@ def count_tokens(command: Command) -> int:
     size = size or _tokens_in_folder(Path(command.value("--tokenizer-model") or ""))
     if not size:
         raise ScheduleError(
-            f"--tokenizer-type {kind} does not say how many tokens there are, and there is no "
+            f"--tokenizer-type {kind} has no known number of tokens, and there is no "
             "local folder with its files: add --vocabulary N before the --"
         )
     return size

@@ -51,7 +51,7 @@ _HIDDEN = re.compile(
 """Variables of the environment that change bash or its programs."""
 
 _REWRITTEN = (
-    # A guard that ends the script; what is missing is reported if it matters.
+    # A guard that ends the script; a missing value is reported if it matters.
     (re.compile(r"\$\{(\w+):?\?[^{}]*\}"), r"${\1}"),
     (re.compile(r"=<[A-Za-z][^<>\n]*>"), "=@{placeholder}"),  # as in CHECKPOINT=<path>
     # Output to files is discarded: a restricted shell would skip the command.
@@ -209,7 +209,7 @@ def _inner_scripts(record: RecordedCommand, path: Path) -> Iterator[_Inner]:
 def _find_file(name: str, folder: str, script: Path) -> Path | None:
     """Find a file from the working directory or from the folders around the script.
 
-    A file of another machine, as in /root/slime/scripts/models/a.sh, is found by its last folders.
+    A path of another machine that ends in scripts/models/a.sh is found by these last folders.
     """
     bases = (Path(folder), *script.resolve().parents[:6])
     parts = Path(os.path.normpath(name)).parts

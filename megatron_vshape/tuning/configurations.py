@@ -76,14 +76,14 @@ class Subject:
     tokens: int | None = None  # of the tokenizer, if the command does not contain their number
 
     @classmethod
-    def of_command(cls, words: Sequence[str], name: str, tokens: int | None = None) -> "Subject":
+    def of_command(cls, words: Sequence[str], name: str) -> "Subject":
         """Return the subject of a training command, or of a file with one.
 
         Raises:
             ScheduleError: there is no command, or the file has none.
         """
         command = read_command(words)
-        return cls(name, command, [command.script, *command.flags], tokens=tokens)
+        return cls(name, command, [command.script, *command.flags])
 
     @property
     def layers(self) -> int:

@@ -725,7 +725,7 @@ def test_script_starts_the_recommended_command(tmp_path: Path) -> None:
 def test_vocabulary_of_the_option_determines_the_work_of_the_output_layer(tmp_path: Path) -> None:
     words = "pretrain_gpt.py --num-layers 2 --hidden-size 8 --num-attention-heads 2".split()
     words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
-    assert Subject.of_command(words, "", 1000).vocabulary == 1000
+    assert replace(Subject.of_command(words, ""), tokens=1000).vocabulary == 1000
     with pytest.raises(ScheduleError, match="add --vocabulary N"):
         _ = Subject.of_command(words, "").vocabulary
     (tmp_path / "config.json").write_text('{"vocab_size": 2000}')
