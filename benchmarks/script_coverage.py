@@ -18,7 +18,8 @@ from pathlib import Path
 from time import monotonic
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal.flags import check_layers, read_command
+from megatron_vshape.rehearsal.flags import read_command
+from megatron_vshape.rehearsal.start_rules import check_model
 
 REPOSITORIES = (
     "THUDM/slime",
@@ -50,7 +51,7 @@ def training_scripts(folder: Path) -> list[Path]:
 def result_of(script: Path) -> str:
     """Return "" for a script that is read, else the reason."""
     try:
-        check_layers(read_command([str(script)]))
+        check_model(read_command([str(script)]))
     except ScheduleError as error:
         return str(error)
     return ""
