@@ -34,6 +34,7 @@ from megatron_vshape.rehearsal.shell_script import (
     sbatch_words,
     training_command,
 )
+from megatron_vshape.rehearsal.slime_scripts import SLIME_MARK, SLIME_SIZES, slime_flags
 
 FILES = """
     --data-path --train-data-path --valid-data-path --test-data-path --data-cache-path
@@ -261,9 +262,24 @@ def read_command(words: Sequence[str]) -> Command:
         command = replace(command, flags=tuple(words))
     _reject_other_models(command)
     command = _without_unknown(command)
+    command = _with_slime_settings(command)
     if not scripts and command.pattern and command.script == "pretrain_gpt.py":
         return replace(command, script="pretrain_hybrid.py")
     return command
+
+
+def _with_slime_settings(command: Command) -> Command:
+    if not command.has(SLIME_MARK):
+        return command
+    flags, note = slime_flags(command.number, command.has, launched_gpus(command)[0])
+    script = "pretrain_hybrid.py" if command.pattern else "pretrain_gpt.py"
+    note = f"{command.script} is estimated as {script}: {note}"
+    return replace(
+        command,
+        script=script,
+        flags=(*command.flags, *flags),
+        notes=(*command.notes, note),
+    )
 
 
 _NODES, _PROCESSES = "--nnodes", "--nproc-per-node"
@@ -338,7 +354,7 @@ def _without_unknown(command: Command) -> Command:
     flag, flags_of_unknown, names = "", dict[str, None](), dict[str, None]()
     values = [value for name, value in command.environment.items() if name.startswith(VARIABLES)]
     has_layers = command.pattern or command.has("--num-layers")
-    important = MEGATRON_FLAGS - _UNIMPORTANT.keys()
+    important = (MEGATRON_FLAGS | SLIME_SIZES) - _UNIMPORTANT.keys()
     for word in (*checked.flags, "--", *values):
         if word.startswith("--"):
             flag = "--" + word[2:].partition("=")[0].replace("_", "-")
@@ -402,6 +418,12 @@ def _reject_other_models(command: Command) -> None:
                 f"{command.script} trains a {model} model: rehearsed are GPT and hybrid models "
                 "(pretrain_gpt.py, pretrain_hybrid.py, pretrain_mamba.py)"
             )
+    backend = command.value("--train-backend", "megatron")  # of slime and miles
+    if backend != "megatron":
+        raise ScheduleError(
+            f"the command trains with --train-backend {backend}, without Megatron: only the "
+            "megatron backend is rehearsed"
+        )
 
 
 def _command_of_file(path: Path, command: Command, extra_words: Sequence[str]) -> Command:

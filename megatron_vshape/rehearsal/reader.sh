@@ -92,6 +92,20 @@ wc() { # the number of words of an unknown output is unknown
     if [[ $__text == *'@{'* ]]; then echo "$__text"; return; fi
     printf '%s' "${__text:+$__text$'\n'}" | command wc "$1"
 }
+sed() { # only substitutions of plain text: sed itself can execute commands and write files
+    local __text __rules=$1 __rule=' *s/([A-Za-z0-9_:-]+)/([A-Za-z0-9_.:-]*)/(g?) *(;|$)' || return
+    [[ $# == 1 && $1 =~ ^($__rule)+$ ]] || { __unknown sed "$@"; return; }
+    __text=$(cat)
+    while [[ $__rules =~ ^$__rule ]]; do
+        __rules=${__rules#"${BASH_REMATCH[0]}"}
+        if [[ -n ${BASH_REMATCH[3]} ]]; then
+            __text=${__text//"${BASH_REMATCH[1]}"/"${BASH_REMATCH[2]}"}
+        else
+            __text=${__text/"${BASH_REMATCH[1]}"/"${BASH_REMATCH[2]}"}
+        fi
+    done
+    printf '%s\n' "$__text"
+}
 __source() { # ask Python for a copy of a file, under a name without a slash
     __send "S$PWD"
     __send "W$1"

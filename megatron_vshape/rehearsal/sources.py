@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vshape.core.model.kinds import ScheduleError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,26 +162,21 @@ def find_te(directory: Path | None) -> Path:
     raise MissingSourceError(TE)
 
 
-def find_script(script: str, megatron: Path | None) -> Path:
-    """Return the path of the training script: as given, from Megatron-LM, or this package's own.
-
-    Raises:
-        ScheduleError: The script does not exist.
-    """
-    path = Path(script)
+def find_script(name: str, megatron: Path | None) -> Path:
+    """Return the path of the training script: as given, from Megatron-LM, or this package's own."""
+    path = Path(name)
     if megatron is not None and (megatron / path.name).is_file() and not path.is_file():
         return (megatron / path.name).resolve()
     if path.is_file():
         return path.resolve()
     package = Path(__file__).parents[1]
-    for folder in (package / "examples" / "scripts", package.parent / "scripts"):
-        if path.name in OWN and (folder / OWN[0]).is_file():
-            return folder / OWN[0]
-    raise ScheduleError(
-        f"there is no {script} here: give its path, or a checkout of Megatron-LM that has it "
-        "(--megatron DIRECTORY). To estimate the flags of another library's script with that of "
-        "Megatron-LM, name it before the file: -- pretrain_gpt.py FILE.sh"
-    )
+    folders = (package / "examples" / "scripts", package.parent / "scripts")
+    script = next(folder / OWN[0] for folder in folders if (folder / OWN[0]).is_file())
+    if path.name not in OWN:
+        logger.warning(
+            "there is no %s here: its flags are estimated with Megatron-LM's %s", path, OWN[0]
+        )
+    return script
 
 
 def find_megatron(directory: Path | None, script: str) -> Path | None:

@@ -344,6 +344,7 @@ def test_ranks_are_named() -> None:
         (["nowhere.txt"], "nowhere.txt cannot be read"),
         (["pretrain_bert.py", "--bf16"], "trains a BERT model: rehearsed are GPT and hybrid"),
         (["pretrain_t5.py", "--bf16"], "trains a T5 model"),
+        (["train.py", "--train-backend", "fsdp", "--wandb-key", "$KEY"], "without Megatron"),
     ],
 )
 def test_invalid_commands_are_rejected(words: list[str], wrong: str) -> None:
@@ -366,6 +367,29 @@ def test_variables_without_a_value_are_named(tmp_path: Path) -> None:
     assert read_command([plain, "2"]).number(tensor, 1) == 2
     with pytest.raises(ScheduleError, match=r"without a value: \$TP\. .* Set them: TP=\.\.\. mega"):
         read_command(["pretrain_gpt.py", tensor, "$TP"])
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        ("s/-Instruct//g; s/Qwen3-VL-/qwen3-/; s/-2B/-1.7B/g", "qwen3-8B-1.7B"),
+        ("s/B-/./g;s/-//", "Qwen3VL-8.2.Instruct"),
+        ("s/-Instruct//g; 1e touch new", None),
+        ("s/-Ins.*//", None),
+        ("s/-Instruct/$(touch new)/", None),
+    ],
+)
+def test_only_substitutions_of_plain_text_of_sed_are_executed(
+    tmp_path: Path, program: str, name: str | None
+) -> None:
+    text = f"NAME=$(echo Qwen3-VL-8B-2B-Instruct | sed '{program}')\n"
+    script = written(tmp_path, "a.sh", f"{text}torchrun pretrain_gpt.py --seq-length $NAME\n")
+    if name:
+        assert read_command([script]).value("--seq-length") == name
+    else:
+        with pytest.raises(ScheduleError, match=r"without a value: \$\(sed"):
+            read_command([script])
+    assert not (tmp_path / "new").exists()
 
 
 def test_unknown_values_without_effect_are_ignored_with_one_note(tmp_path: Path) -> None:
@@ -529,6 +553,42 @@ MODEL_PROGRAM = """
 def moe_layer_freq(*, nlayers: int, dense: int) -> str:
     return "[" + ",".join(["0"] * dense + ["1"] * (nlayers - dense)) + "]"
 """
+SLIME = (
+    "--num-layers 4 --hidden-size 64 --actor-num-nodes 2 --actor-num-gpus-per-node 8 "
+    "--tensor-model-parallel-size 2 --context-parallel-size 2 --rollout-batch-size 32 "
+    "--rollout-max-response-len 3000 --global-batch-size 256 --attention-dropout 0.0 "
+)
+
+
+def test_commands_of_slime_have_sizes_of_their_packed_microbatches(tmp_path: Path) -> None:
+    packed = f"{SLIME}--use-dynamic-batch-size --max-tokens-per-gpu"
+    script = written(
+        tmp_path,
+        "run.sh",
+        f'LIMIT=5000\nray job submit --address=x -- python3 train.py {packed} "${{LIMIT}}"\n',
+    )
+    command = read_command([script])
+    assert command.script == "pretrain_gpt.py"
+    assert command.number("--seq-length", 0) == 2 * 5000  # of both context-parallel ranks
+    # 256 responses of 3000 tokens are 77 sequences, and 4 replicas have the same number
+    assert command.number("--global-batch-size", 0) == 4 * 20
+    assert command.number("--micro-batch-size", 0) == 1
+    assert command.has("--bf16")
+    assert command.has("--use-distributed-optimizer")
+    assert any("responses with 3,000 tokens" in note for note in command.notes)
+    with pytest.raises(ScheduleError, match=r"without a value: \$LIMIT"):
+        read_command(["train.py", *packed.split(), "$LIMIT"])
+
+
+def test_commands_of_slime_keep_sizes_that_are_set() -> None:
+    flags = f"{SLIME}--fp16 --seq-length 512 --micro-batch-size 4"
+    command = read_command(["train.py", *flags.split()])
+    assert command.number("--seq-length", 0) == 512
+    assert command.number("--global-batch-size", 0) == 256
+    assert command.number("--micro-batch-size", 0) == 4
+    assert not command.has("--bf16")
+
+
 SMALLER_MODEL = (
     'def model_args() -> str:\n    return load_sibling_model_args(__file__, "moe", layers=7)\n'
 )

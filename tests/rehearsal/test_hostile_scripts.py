@@ -27,6 +27,7 @@ exec 3> victim/file; echo x >&3; exec 3<> victim/file; exec ./evil; exec > victi
 f=victim/file; echo x >&$f; echo x > "$f"; echo x 1<> $f; cat <<< x > $f
 seq() { ./evil; }; cat() { rm victim/file; }; echo() { ./evil; }; seq 1; cat; echo x
 sed -i s/a/b/ victim/file; sed 's/a/b/w victim/new' victim/file; echo x | sed '1e ./evil'
+echo x | sed 's/x/./evil/e'; echo x | sed 's/x/y/w victim/new'; echo x | sed "s/x/$(./evil)/"; x='$(./evil)'; echo x | sed "s/x/${x}/g"; command sed -i s/a/b/ victim/file
 awk 'BEGIN { system("./evil") }'; awk 'BEGIN { print "x" > "victim/file" }'
 sort -o victim/file /etc/passwd; tee victim/file < /etc/passwd; dd if=/etc/passwd of=victim/file
 curl localhost:$VSHAPE_TEST_PORT; nc localhost $VSHAPE_TEST_PORT; wget localhost

@@ -1,0 +1,54 @@
+"""Translate commands of slime and miles, which use Megatron's flags and set other sizes.
+
+Source: `_set_default_megatron_args` in slime/backends/megatron_utils/arguments.py, and
+slime/utils/arguments.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil
+
+SLIME_MARK = "--rollout-batch-size"
+_RESPONSE, _TOKENS = "--rollout-max-response-len", "--max-tokens-per-gpu"
+SLIME_SIZES = {_RESPONSE, _TOKENS, SLIME_MARK}
+"""Flags of slime whose values change memory and time of a step."""
+
+
+def slime_flags(
+    number: Callable[[str, int], int], has: Callable[[str], bool], gpus: int | None
+) -> tuple[list[str], str]:
+    """Return slime's defaults, with the sizes of its packed microbatches, and a note for the user.
+
+    With --use-dynamic-batch-size a microbatch is packed: at most --max-tokens-per-gpu tokens on
+    each context-parallel rank. All responses are assumed to have the maximum length, and a packed
+    microbatch becomes one sequence.
+
+    Args:
+        number: Returns the value of a flag of the command, or a default.
+        has: Returns whether the command has a flag.
+        gpus: The number of GPUs, if it is known.
+    """
+    context = number("--context-parallel-size", 1)
+    stage_ranks = number("--tensor-model-parallel-size", 1) * context
+    replicas = (gpus or 0) // (stage_ranks * number("--pipeline-model-parallel-size", 1)) or 1
+    response = number(_RESPONSE, 4096)
+    tokens = number("--seq-length", response)
+    samples = number("--global-batch-size", number(SLIME_MARK, 1))
+    if has("--use-dynamic-batch-size") and has(_TOKENS):
+        tokens = number(_TOKENS, tokens) * context
+        microbatches = ceil(samples * min(response, tokens) / tokens / replicas)
+        samples = microbatches * replicas
+    flags = ["--seq-length", str(tokens), "--global-batch-size", str(samples)]
+    defaults = {
+        "--max-position-embeddings": [str(tokens)],
+        "--micro-batch-size": ["1"],
+        "--use-distributed-optimizer": [],
+    } | ({} if has("--fp16") else {"--bf16": []})
+    for name, values in defaults.items():
+        flags += [] if has(name) else [name, *values]
+    return flags, (
+        f"slime's or miles' microbatches are estimated as sequences of {tokens:,} tokens, its "
+        f"responses with {response:,} tokens; the rollout engine, the reference model and encoders "
+        "of images are not included"
+    )
