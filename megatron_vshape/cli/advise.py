@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_vshape.cli.dry_run import (
     add_cluster_argument,
+    add_gpus_argument,
     add_headroom_argument,
     add_program_arguments,
     command_with_model,
@@ -34,7 +35,7 @@ from megatron_vshape.rehearsal import accuracy, report
 from megatron_vshape.rehearsal.flags import Command, flag_changes, sizes_of
 from megatron_vshape.rehearsal.gpus import Gpu
 from megatron_vshape.rehearsal.megatron_layers import flags_text, is_even
-from megatron_vshape.rehearsal.start_rules import check_batch, check_model
+from megatron_vshape.rehearsal.start_rules import check_batch, check_model, check_required_flags
 from megatron_vshape.tuning import fsdp
 from megatron_vshape.tuning.advice import (
     Advice,
@@ -73,12 +74,7 @@ DEFAULT_EXPORT = "plan.json"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.usage = "megatron-vshape advise --gpus 128xH100 [OPTIONS] -- pretrain_gpt.py FLAGS..."
-    group(parser, MODEL).add_argument(
-        "--gpus",
-        metavar="NxGPU",
-        help="Number and type of GPUs, as in 128xH100 (types: see rehearse); this, --cluster or "
-        "--grid is required",
-    )
+    add_gpus_argument(parser, "(types: see rehearse); this, --cluster or --grid is required")
     add_cluster_argument(parser)
     add_headroom_argument(parser)
     group(parser, MODEL).add_argument(
@@ -134,6 +130,8 @@ def run(options: argparse.Namespace) -> int:
         if name not in _KEEP:
             raise ScheduleError(f"--keep {name!r:.40} is not one of {', '.join(_KEEP)}")
     command = command_with_model(options)
+    if options.grid is None:
+        machine_of(options)  # its errors come before the download
     subject = Subject("", command, [command.script, *command.flags], tokens=options.vocabulary)
     for note in command.notes:
         print(report.wrap_text(note))
@@ -150,6 +148,7 @@ def run(options: argparse.Namespace) -> int:
             changes = ", ".join(flag_changes(subject.command, command))
             print(report.wrap_text(f"Proposed flags: {changes}"))
         subject = replace(subject, command=command)
+    check_required_flags(subject.command)
     if configuration_of_command(subject, 1).pipeline_parallel < 2:
         raise ScheduleError(
             "the command has no pipeline, and advise compares pipeline schedules: set "

@@ -5,7 +5,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_vshape.cli.files import check_installed
@@ -25,6 +25,43 @@ from megatron_vshape.rehearsal.report import WIDTH
 from megatron_vshape.rehearsal.sources import PythonSource, cache, fetch, missing_text
 from megatron_vshape.tuning.configurations import SweepError
 from megatron_vshape.tuning.machine import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class GpuCount:
+    """GPUs of an option: a number, a type, or both."""
+
+    number: int | None
+    name: str | None = None
+
+    @classmethod
+    def of(cls, text: str) -> "GpuCount":
+        """Parse 128xH100 or 128; names in any case."""
+        number, times, name = text.lower().partition("x")
+        if times and not number.isdigit() and name.isdigit():
+            number, name = name, number  # H100x128
+        if not number.isdigit() or not int(number):
+            raise argparse.ArgumentTypeError(
+                f"{text!r:.40} is not a number, an x and a GPU, as in 128xH100"
+            )
+        return cls(int(number), gpu_name(name) if times else None)
+
+
+def gpu_name(text: str) -> str:
+    """Parse the name of a GPU, in any case and with underscores."""
+    name = text.lower().replace("_", "-")
+    if name not in GPUS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.40} is no supported GPU: {', '.join(sorted(GPUS))}"
+        )
+    return name
+
+
+def add_gpus_argument(parser: argparse.ArgumentParser, explanation: str) -> None:
+    """Add --gpus."""
+    group(parser, MODEL).add_argument(
+        "--gpus", type=GpuCount.of, metavar="NxGPU", help=f"GPUs, as in 128xH100 {explanation}"
+    )
 
 
 def add_cluster_argument(parser: argparse.ArgumentParser) -> None:
@@ -134,11 +171,12 @@ def command_with_model(options: argparse.Namespace) -> Command:
 
 def with_batch(command: Command, gpus: int) -> Command:
     """Set the batch of --model unless given: four sequences per GPU, or one above 8192 tokens."""
+    microbatch = command.number("--micro-batch-size", 1)
+    command = command.having(micro_batch_size=microbatch)
     if command.has("--global-batch-size"):
         return command
     per_gpu = 4 if command.number("--seq-length", 0) <= 8192 else 1
-    batch = per_gpu * gpus * command.number("--micro-batch-size", 1)
-    return command.having(global_batch_size=batch)
+    return command.having(global_batch_size=per_gpu * gpus * microbatch)
 
 
 def dry_run_config(options: argparse.Namespace, command: Command, gpu: Gpu) -> DryRunConfig:
@@ -192,13 +230,13 @@ def machine_of(options: argparse.Namespace) -> Machine:
         raise ScheduleError("advise needs one of --gpus NxGPU, as in 128xH100, and --cluster FILE")
     if options.cluster is not None:
         return of_cluster(options.cluster)
-    number, _, name = options.gpus.lower().partition("x")
-    if not number.isdigit() or not int(number) or name not in GPUS:
+    number, name = options.gpus.number, options.gpus.name
+    if name is None:
         raise ScheduleError(
-            f"--gpus {options.gpus!r:.40} is not a number, an x and a GPU, as in 128xH100; "
-            f"supported GPUs: {', '.join(GPUS)}"
+            f"--gpus {number} has no type of GPU, as in {number}xH100; supported GPUs: "
+            f"{', '.join(sorted(GPUS))}"
         )
-    return Machine(GPUS[name], int(number))
+    return Machine(GPUS[name], number)
 
 
 def of_cluster(path: Path) -> Machine:

@@ -55,7 +55,8 @@ def _unknown_arguments(
 ) -> str:
     """Format unknown arguments with the nearest option of the command."""
     parser = parsers.get(command or "")
-    flags = [] if parser is None else [*parser._option_string_actions]
+    flags = {} if parser is None else {**parser._option_string_actions}
+    flags.pop("--help", None)  # similar to many short options
     near = get_close_matches(words[0].partition("=")[0], flags, n=1)
     hint = f"did you mean {near[0]}?" if near else f"see {PROGRAM} {command} --help"
     return _shortened(f"unrecognized arguments: {' '.join(words)}; {hint}")
@@ -135,6 +136,10 @@ def _run(arguments: Sequence[str]) -> int:
             command = importlib.import_module(f"megatron_vshape.cli.{name}")
             command.add_arguments(sub)
             sub.set_defaults(run=command.run)
+    if chosen is not None and chosen not in COMMANDS:
+        near = get_close_matches(chosen, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
+        raise ScheduleError(_shortened(f"there is no command {chosen!r}; {hint}"))
     separator = arguments.index("--") if "--" in arguments else len(arguments)
     options, unknown = parser.parse_known_args(arguments[:separator])
     if unknown:

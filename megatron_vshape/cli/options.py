@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -224,6 +225,12 @@ ABOVE_0 = math.nextafter(0.0, 1.0)
 nonnegative_time = number_of("a time of at least 0")
 
 
+def decimal_unit_hint(text: str) -> str:
+    """Return a hint for a text in GB or MB, units that are not supported; else an empty text."""
+    match = re.fullmatch(r"([\d.]+)\s*([gm])b?", text.strip().lower())
+    return f". Use {match[1]}{match[2].upper()}iB: a GiB is 2^30 bytes" if match else ""
+
+
 def headroom_of(text: str | None, limit: float, in_bytes: bool) -> float:
     """Return the part of a limit that --headroom keeps free, in the limit's unit.
 
@@ -243,6 +250,8 @@ def headroom_of(text: str | None, limit: float, in_bytes: bool) -> float:
     unit = next((name for name in UNITS if in_bytes and lowered.endswith(name)), "%")
     value = float_or_nan(lowered.removesuffix(unit))
     headroom = value * UNITS[unit] if unit in UNITS else value / 100 * limit
+    if hint := decimal_unit_hint(lowered):
+        raise ScheduleError(f"--headroom {text!r:.40} has an unsupported unit{hint}")
     if not (lowered.endswith(unit) and 0 <= headroom < limit):
         expected = "a share, as in 5% or 0.05" + (", or GiB, as in 2GiB" if in_bytes else "")
         raise ScheduleError(

@@ -29,6 +29,7 @@ from megatron_vshape.cli.options import (
     add_size_arguments,
     chunks,
     count,
+    decimal_unit_hint,
     ends_of,
     float_or_nan,
     format_limit_errors,
@@ -48,7 +49,7 @@ from megatron_vshape.core.model.layers import AUTO_SPLIT
 from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, check_size
-from megatron_vshape.core.paper.catalogue import EVERY_NAME
+from megatron_vshape.core.paper.catalogue import EVERY_NAME, canonical_name
 from megatron_vshape.core.plan import (
     compare_baselines,
     no_worse_than_published,
@@ -71,6 +72,7 @@ from megatron_vshape.core.request import (
 )
 from megatron_vshape.view.names import placement_text
 from megatron_vshape.view.numbers import (
+    GIB,
     idle_lines,
     labelled,
     overhead_lines,
@@ -117,6 +119,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     add = group(parser, MEMORY).add_argument
     add(
         "--memory-limit",
+        type=canonical_name,
         metavar="LIMIT",
         help="Limit per rank: chunks of activations (1F1B needs 2D); XGiB with --costs, of all "
         "tensors if the file has state_bytes; or the peak of a schedule (default: 1f1b)",
@@ -228,7 +231,7 @@ def run(options: argparse.Namespace) -> int:
     """Plan, compare, write the files, and return 0."""
     _check(options)
     measured = None if options.costs is None else _measured(options.costs, options.layers)
-    is_in_chunks = not math.isnan(float_or_nan(options.memory_limit or ""))
+    is_in_chunks = (options.memory_limit or "").lower().endswith(_CHUNKS)
     if measured is not None and (options.frontier is not None or is_in_chunks):
         # Limits in chunks are of activations: costs without static memory are used.
         measured = measured.of_activations()
@@ -461,18 +464,26 @@ def _memory(
 ) -> float:
     """Parse chunks or GiB of an option, to the unit of the costs' memory."""
     lowered = text.lower().strip()
-    unit = next((name for name in UNITS if lowered.endswith(name)), None)
-    value = float_or_nan(lowered.removesuffix(unit or ""))
-    if not 0 < value < float("inf"):
+    unit = next((name for name in (*UNITS, _CHUNKS) if lowered.endswith(name)), "")
+    value = float_or_nan(lowered.removesuffix(unit))
+    chunk = chunk_of(request.full_costs(), request.num_devices)
+    if not 0 < value < math.inf:
         raise ScheduleError(
-            f"{option} {text!r:.40} is neither chunks, such as {request.num_devices + 2}, nor GiB "
-            f"such as 12.5GiB{alternative}"
+            f"{option} {text!r:.40} is neither chunks above 0, such as {request.num_devices + 2}, "
+            f"nor GiB such as 12.5GiB{alternative}{decimal_unit_hint(text)}"
         )
-    if unit is None:
-        return value * chunk_of(request.full_costs(), request.num_devices)
-    if not in_bytes:
+    if in_bytes and not unit:
+        raise ScheduleError(
+            f"{option} {text} has no unit: use {text}GiB, or {text}{_CHUNKS} of activations, which "
+            f"are {value * chunk / GIB:.1f} GiB with these costs"
+        )
+    if unit in UNITS and not in_bytes:
         raise ScheduleError(f"{option} {text} needs --costs FILE; without it, use chunks")
-    return value * UNITS[unit]
+    return value * UNITS.get(unit, chunk)
+
+
+_CHUNKS = "chunks"
+"""Unit of a limit: a chunk is the activations of 1 / (2 x ranks) of the model."""
 
 
 def _in_host(options: argparse.Namespace, request: PlanRequest) -> float:

@@ -1,5 +1,6 @@
 """Progress reports on stderr for commands that run long."""
 
+import os
 import shutil
 import sys
 import threading
@@ -46,7 +47,7 @@ class Progress:
 
     def report_until(self, ended: threading.Event) -> None:
         """Print reports until the event is set."""
-        wait, every = (FIRST_S, TERMINAL_S) if self._stream.isatty() else (FILE_S, FILE_S)
+        wait, every = (FIRST_S, TERMINAL_S) if self._clear else (FILE_S, FILE_S)
         while not ended.wait(wait):
             wait = every
             text = f"running ({time.monotonic() - self._start_s:.0f} s){self._text}"
@@ -64,7 +65,8 @@ class Progress:
 
     @property
     def _clear(self) -> str:
-        return _CLEAR if self._stream.isatty() else ""
+        has_escapes = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        return _CLEAR if has_escapes and not os.environ.get("NO_COLOR") else ""
 
 
 @contextmanager

@@ -10,14 +10,15 @@ from typing import Any
 
 from megatron_vshape.cli.dry_run import (
     add_cluster_argument,
+    add_gpus_argument,
     add_headroom_argument,
     add_program_arguments,
     command_with_model,
     dry_run_config,
     fetch_missing,
+    gpu_name,
     headroom_bytes_of,
     of_cluster,
-    positive,
     with_batch,
 )
 from megatron_vshape.cli.files import (
@@ -45,7 +46,12 @@ from megatron_vshape.rehearsal.rank_report import CheckedRank, FailedRank, RankR
 from megatron_vshape.rehearsal.ranks import DryRunConfig, check_all, rehearse_all
 from megatron_vshape.rehearsal.remedies import remedy_lines
 from megatron_vshape.rehearsal.simulated import StepTime, estimate_step
-from megatron_vshape.rehearsal.start_rules import Violation, check_model, violations_of
+from megatron_vshape.rehearsal.start_rules import (
+    Violation,
+    check_model,
+    check_required_flags,
+    violations_of,
+)
 from megatron_vshape.view.numbers import source_lines
 
 
@@ -53,21 +59,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.usage = "megatron-vshape rehearse [OPTIONS] -- pretrain_gpt.py FLAGS..."
     model = group(parser, MODEL)
-    model.add_argument(
-        "--gpu",
-        choices=sorted(GPUS),
-        default="h100",
-        metavar="NAME",
-        help=f"GPU type (default: h100): {', '.join(sorted(GPUS))}",
+    model.add_argument(  # an alias for one release
+        "--gpu", type=gpu_name, metavar="NAME", help=argparse.SUPPRESS
+    )
+    add_gpus_argument(
+        parser,
+        "or 128 (default: H100, and the number that torchrun or SLURM starts, or the minimum for "
+        f"the sizes). Types: {', '.join(sorted(GPUS))}",
     )
     add_cluster_argument(parser)
     add_headroom_argument(parser)
-    model.add_argument(
-        "--gpus",
-        type=positive,
-        metavar="N",
-        help="Number of GPUs (default: as torchrun or SLURM starts, or the minimum for the sizes)",
-    )
     model.add_argument(
         "--ranks",
         default="all",
@@ -118,9 +119,7 @@ def run(options: argparse.Namespace) -> int:
     if violations := violations_of(command, sizes):
         return _reject(command, violations, options.check)
     fetch_missing(options, command)
-    gpu = GPUS[options.gpu]
-    if options.cluster is not None:
-        gpu = of_cluster(options.cluster).gpu
+    gpu = _gpu(options)
     headroom_bytes = headroom_bytes_of(options.headroom, gpu.memory_bytes)
     stages = parse_ranks(options.ranks, sizes.pipeline)
     config = dry_run_config(options, command, gpu)
@@ -153,6 +152,16 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _gpu(options: argparse.Namespace) -> Gpu:
+    """Return the GPU of --gpus, --gpu or --cluster, by default an H100."""
+    name = None if options.gpus is None else options.gpus.name
+    if name and options.gpu:
+        raise ScheduleError(f"--gpu {options.gpu} and --gpus both have a type: remove --gpu")
+    if options.cluster is not None:
+        return of_cluster(options.cluster).gpu
+    return GPUS[name or options.gpu or "h100"]
+
+
 def _read_sized_command(options: argparse.Namespace) -> tuple[Command, Sizes]:
     """Read the command and its sizes; with --model, it gets a batch for the number of GPUs."""
     command = command_with_model(options)
@@ -162,10 +171,10 @@ def _read_sized_command(options: argparse.Namespace) -> tuple[Command, Sizes]:
     gpus, unknown = launched_gpus(command)
     if options.gpus is None and unknown:
         print(report.wrap_text(unknown))
-    sizes = sizes_of(command, options.gpus or gpus)
+    sizes = sizes_of(command, gpus if options.gpus is None else options.gpus.number)
     if options.model is not None:
-        microbatch = command.number("--micro-batch-size", 1)
-        command = with_batch(command.having(micro_batch_size=microbatch), sizes.world)
+        command = with_batch(command, sizes.world)
+    check_required_flags(command)
     return command, sizes
 
 

@@ -31,7 +31,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.blocks import BuildingBlock
-from megatron_vshape.core.paper.catalogue import EVERY_NAME, OPTIONS
+from megatron_vshape.core.paper.catalogue import EVERY_NAME, OPTIONS, canonical_name
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.request import (
     NOT_STOCK,
@@ -94,6 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     schedule.add_argument(
         "name",
         nargs="?",
+        type=canonical_name,
         metavar="NAME|FILE",
         help=f"{', '.join(SCHEDULE_NAMES)}; interleaved schedules with C chunks per rank as "
         "interleaved-1f1b:C (default: 2); or a schedule file",
@@ -101,6 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     schedule.add_argument(
         "--compare",
         nargs="+",
+        type=canonical_name,
         default=[],
         metavar="NAME",
         help="Further schedules for one table, and with --figure one figure",

@@ -65,6 +65,7 @@ FILES = """
     --local-rank --high-priority-stream-groups --check-weight-hash-across-dp-replicas-interval
     --use-mcore-models --manual-gc --manual-gc-interval
     --lazy-mpu-init --data-parallel-random-init --pipeline-trace --pipeline-timeout
+    --reset-attention-mask
     --fim-data --fim-rate --fim-spm-rate --fim-split-sample --fim-fragment-rate --fim-no-prefix
     --fim-prefix-token --fim-middle-token --fim-suffix-token --fim-pad-token --fim-eod-token
 """.split()
@@ -237,7 +238,7 @@ def read_command(words: Sequence[str]) -> Command:
     Raises:
         ScheduleError: There is no command, or the file has none.
     """
-    words = list(words)
+    words = _without_shell(words)
     if not words:
         raise ScheduleError(
             "the training command is missing: add it after --, as in -- pretrain_gpt.py FLAGS..."
@@ -266,6 +267,17 @@ def read_command(words: Sequence[str]) -> Command:
     if not scripts and command.pattern and command.script == "pretrain_gpt.py":
         return replace(command, script="pretrain_hybrid.py")
     return command
+
+
+_SHELLS = ("sbatch", "bash", "sh", "source", ".")
+
+
+def _without_shell(words: Sequence[str]) -> list[str]:
+    """Remove the shell or sbatch, and its options, before the name of a shell script."""
+    if not words or words[0] not in _SHELLS:
+        return [*words]
+    scripts = (index for index, word in enumerate(words) if Path(word).is_file())
+    return [*words[next(scripts, 1) :]]
 
 
 def _with_slime_settings(command: Command) -> Command:
@@ -621,6 +633,11 @@ def _command_of_shell(
             f"Of other libraries, only megatron sft, pt and rlhf are read. {_INSTEAD}"
         )
     notes = [f"{path} sources {name}, which cannot be read." for name in expansion.unreadable]
+    if started.others:
+        notes.append(
+            f"{path} starts {started.others + 1} different trainings: estimated is the one with "
+            "the most flags, or the first of them."
+        )
     environment = {
         name: value for name, value in started.environment.items() if name.startswith(VARIABLES)
     }

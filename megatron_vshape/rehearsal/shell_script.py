@@ -340,6 +340,7 @@ class StartedTraining:
     flags: list[str]
     launcher: list[str]
     environment: Mapping[str, str]
+    others: int = 0  # trainings of the script that have a model, too
 
 
 def training_command(expansion: Expansion, known: Collection[str]) -> StartedTraining:
@@ -352,7 +353,7 @@ def training_command(expansion: Expansion, known: Collection[str]) -> StartedTra
         expansion: the commands of the script.
         known: names of Megatron-LM's flags.
     """
-    best, best_score = StartedTraining(None, [], [], {}), (0, False, 0)
+    best, best_score, models = StartedTraining(None, [], [], {}), (0, False, 0), set[str]()
     for record in expansion.records:
         started = _started(record, known)
         score = (
@@ -360,9 +361,11 @@ def training_command(expansion: Expansion, known: Collection[str]) -> StartedTra
             "train" in (started.script or ""),
             len(started.flags),
         )
+        if started.script is not None and _has_layers(started.flags):
+            models.add(shlex.join(started.flags))
         if started.script is not None and score > best_score:
             best, best_score = started, score
-    if not _LAYERS.intersection(word.partition("=")[0] for word in best.flags):
+    if not _has_layers(best.flags):
         words = (_split(array) for array in expansion.arrays.values())
         arrays = [array for array in words if _num_known(array, known)]
         whole = max(arrays, key=lambda array: _num_known(array, known), default=[])
@@ -373,10 +376,15 @@ def training_command(expansion: Expansion, known: Collection[str]) -> StartedTra
         best,
         flags=_restore_variables(_split(best.flags), expansion.texts),
         launcher=_restore_variables(best.launcher, expansion.texts),
+        others=max(0, len(models) - 1),
     )
 
 
 _LAYERS = {"--num-layers", "--hybrid-layer-pattern", "--hybrid-override-pattern"}
+
+
+def _has_layers(words: Iterable[str]) -> bool:
+    return not _LAYERS.isdisjoint(word.partition("=")[0] for word in words)
 
 
 def _num_known(words: Sequence[str], known: Collection[str]) -> int:

@@ -38,10 +38,23 @@ def check_model(command: Command) -> None:
     unknown += [] if command.has("--hidden-size") else ["--hidden-size"]
     if unknown:
         name = f" of {command.model_name}" if command.model_name else ""
+        others = [] if name else _missing_flags(command)
         raise ScheduleError(
-            f"the command has no {' and no '.join(unknown)}, so the model{name} is unknown. Give "
-            "the model with --model FILE, or add its flags after the command or file"
+            f"the command has no {', '.join([*unknown, *others])}, so the model{name} is unknown. "
+            "Give the model with --model FILE, or add its flags after the command or file"
         )
+
+
+def check_required_flags(command: Command) -> None:
+    """Raise ScheduleError if the command lacks flags without which Megatron does not start."""
+    if missing := _missing_flags(command):
+        raise ScheduleError(f"the command has no {', '.join(missing)}, which Megatron requires")
+
+
+def _missing_flags(command: Command) -> list[str]:
+    required = ["--num-attention-heads", "--seq-length"]
+    required += ["--max-position-embeddings", "--micro-batch-size"]
+    return [flag for flag in required if not command.has(flag)]
 
 
 def violations_of(command: Command, sizes: Sizes) -> list[Violation]:

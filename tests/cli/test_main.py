@@ -45,7 +45,9 @@ def test_help_fits_a_terminal(capsys, monkeypatch, command):
     ("arguments", "text"),
     [
         ([], "the following arguments are required: COMMAND"),
-        (["shedule"], "argument COMMAND: invalid choice: 'shedule' (choose from "),
+        (["shedule"], "there is no command 'shedule'; did you mean schedule?"),
+        (["x"], "there is no command 'x'; the commands are advise, rehearse, schedule, plan"),
+        (["schedule", "v-half", "--pp", "4"], "unrecognized arguments: --pp 4; see megatron-"),
         (["--bogus"], "the following arguments are required: COMMAND"),
         (
             ["schedule", "v-half", "--device", "4"],

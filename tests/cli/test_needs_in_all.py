@@ -85,7 +85,7 @@ def test_limit_in_gib_is_total_and_in_chunks_activation_memory(
     assert peak is not None
     assert 31.5 < float(peak[1]) <= 56
     assert re.search(r"per rank +[\d. ]+ GiB, including model states of [\d. ]+ GiB", text)
-    alone = output_of(capsys, "plan", *short, "--memory-limit", "6")
+    alone = output_of(capsys, "plan", *short, "--memory-limit", "6chunks")
     assert re.search(r"peak memory +[\d.]+ GiB \([\d.]+ chunks\), limit 27 GiB \(6 ch", alone)
     assert "\nper rank" not in alone
 

@@ -204,7 +204,7 @@ def test_host_memory_may_have_a_limit(tmp_path: Path, capsys: pytest.CaptureFixt
         ("2.2GiB", costs_file, 2.0),
         ("2GiB", costs_file, 1.0),
     ):
-        limits = ["--memory-limit", "2.5", "--host-memory-limit", limit]
+        limits = ["--memory-limit", "2.5chunks", "--host-memory-limit", limit]
         assert main([*sizes, *limits, *options]) == 0
         match = re.search(r"; at most ([0-9.]+) (chunks|GiB)", capsys.readouterr().out)
         assert (0.0 if match is None else float(match[1])) <= max_offloaded

@@ -33,10 +33,22 @@ def shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> str:
 
 def test_a_terminal_has_one_line_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
     text = shown(monkeypatch, Terminal())
     assert "\r\x1b[Krunning (0 s): 12,345 steps, best 678.5, lower bound 600" in text
     assert text.count("\n") == 1  # that of the line that stays
     assert text.endswith("\r\x1b[K")
+
+
+@pytest.mark.parametrize(("name", "value"), [("TERM", "dumb"), ("NO_COLOR", "1")])
+def test_a_terminal_without_escapes_has_lines(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    text = shown(monkeypatch, Terminal())
+    assert "\x1b" not in text
+    assert "running (0 s): 12,345 steps, best 678.5, lower bound 600\n" in text
 
 
 def test_a_file_has_lines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -498,13 +498,15 @@ def _with_weight_passes(
 ) -> BuildingBlock:
     """Add the W of each device to its free slots, assigned for the lowest peak."""
     num_devices = max(placement) + 1
+    # Raises for passes that meet.
+    block = BuildingBlock(name, num_devices, placement, interval, tuple(starts), num_microbatches)
     passes = list(starts)
     for device in range(num_devices):
         device_passes = [
             block_pass for block_pass in starts if placement[block_pass.work.stage] == device
         ]
         passes.extend(_weight_passes(device_passes, interval))
-    return BuildingBlock(name, num_devices, placement, interval, tuple(passes), num_microbatches)
+    return replace(block, passes=tuple(passes))
 
 
 def _weight_passes(device_passes: Sequence[BlockPass], interval: int) -> Iterator[BlockPass]:

@@ -76,6 +76,15 @@ MAX_STAGES_PER_DEVICE = 128
 """Maximum chunks per rank: the layers per rank of the deepest models."""
 
 
+def canonical_name(text: str) -> str:
+    """Return the name of a schedule written in another case or with underscores: V_Half is v-half.
+
+    Other texts, such as paths, are returned unchanged.
+    """
+    name = text.lower().replace("_", "-")
+    return name if name.partition(":")[0].removesuffix("+") in _BLOCKS else text
+
+
 def no_such_schedule(name: str, names: Sequence[str], suffix: str = "") -> ScheduleError:
     """Return the error for an unknown name, with the nearest of `names`, all names and `suffix`."""
     close_matches = get_close_matches(name, names, n=1)
