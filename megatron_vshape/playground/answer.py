@@ -75,7 +75,8 @@ def _recipe(choice: ScheduleChoice, request: Request, pricing: Pricing) -> str:
         if any(extra_times):
             cost_arguments += f" --{name} {','.join(map(argument, extra_times))}"
     if isinstance(choice, PlanChoice):
-        limit = argument(choice.limit) + ("GiB" if choice.limit_in_gib else "")
+        unit = "GiB" if choice.limit_in_gib else "" if costs.file is None else "chunks"
+        limit = argument(choice.limit) + unit
         seconds = "" if choice.seconds is None else f" --seconds {argument(choice.seconds)}"
         # By default, the command uses the maximum chunks for the layers, so set the number.
         num_chunks = pricing.plan_costs(request.devices).num_stages // request.devices

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -15,7 +14,8 @@ _REACH = 2.0  # omit schedules with more memory than this multiple of the highes
 _TICKS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 """Percent."""
 
-_MARKERS = "Ds^v"
+_PUBLISHED = "#333333"
+"""Color of published schedules, whose names stand next to their points."""
 
 
 def frontier_figure(
@@ -35,16 +35,23 @@ def frontier_figure(
     figure = Figure(figsize=(6.8, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
+    axes.margins(x=0.08)
     limits = [point.limit * scale for point in planned]
-    (steps,) = axes.step(limits, [*map(slower, planned)], where="post")
-    steps.set_label("adaptive plan at this limit")
-    steps.set(color=Kind.F.colour, marker="o", markersize=3)
+    axes.step(
+        limits,
+        [*map(slower, planned)],
+        where="post",
+        color=Kind.F.colour,
+        marker="o",
+        markersize=3,
+        label="plan at this limit",
+    )
     nearby_points = [point for point in published if point.peak * scale <= _REACH * limits[-1]]
-    colours = matplotlib.color_sequences["tab20"]
-    for index, point in enumerate(nearby_points):
-        (mark,) = axes.plot(point.peak * scale, slower(point), markersize=5, linestyle="")
-        mark.set_label(display_name(point.schedule.name))
-        mark.set(color=colours[index % len(colours)], marker=_MARKERS[index % len(_MARKERS)])
+    for point in nearby_points:
+        place = point.peak * scale, slower(point)
+        axes.plot(*place, marker="D", markersize=4, linestyle="", color=_PUBLISHED)
+        name = display_name(point.schedule.name)
+        axes.annotate(name, place, xytext=(6, 0), textcoords="offset points", va="center")
     axes.set_xlabel(memory_label)
     axes.set_ylabel("step time, % above the fastest")
     # The lowest limits are several times slower; most useful plans are close to the fastest.
@@ -53,5 +60,5 @@ def frontier_figure(
     axes.set_ylim(0, 1.1 * max(*map(slower, (*planned, *nearby_points)), 1.0))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(frameon=False, fontsize=7, loc="outside right upper")
+    axes.legend(frameon=False, loc="upper right")
     return figure

@@ -19,7 +19,7 @@ def test_readme_is_short():
     text = README.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= MAX_LINES
     assert words(text) <= MAX_WORDS
-    introduction, command, _ = text.partition("$ megatron-vshape schedule")
+    introduction, command, _ = text.partition("```bash\n")
     assert command
     assert words(introduction) <= MAX_WORDS_TO_COMMAND
 
