@@ -76,15 +76,17 @@ def prepare(megatron: str | None, te: str | None) -> None:
 def _choose_attention() -> None:
     """Select a fused attention kernel without cuDNN and flash-attn, unless the flags forbid both.
 
-    Megatron sets these two variables from --attention-backend.
+    Megatron sets these two variables from --attention-backend. As in Transformer Engine, attention
+    in fp32 has no fused kernel.
     """
+    import torch
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
-    def choose(params: Any = None, *unused: Any, **options: Any) -> tuple[Any, ...]:
+    def choose(params: Any, *unused: Any, **options: Any) -> tuple[Any, ...]:
         import transformer_engine_torch as tex
 
         forbidden = [os.environ.get(f"NVTE_{name}_ATTN") for name in ("FLASH", "FUSED")]
-        fused = forbidden != ["0", "0"]
+        fused = forbidden != ["0", "0"] and params.qkv_dtype != torch.float32
         backend = tex.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen if fused else None
         return False, None, fused, backend, not fused, [False, fused, not fused]
 

@@ -660,3 +660,17 @@ def test_a_cluster_file_is_used_by_rehearse_and_advise(
     ran = warm(tmp_path, *options, *keep, "--", "pretrain_gpt.py", *TINY)
     assert ran.returncode == 0, ran.stderr
     assert "are a guess from its data sheet" in ran.stdout.replace("\n", " ")
+
+
+@pytest.mark.usefixtures("te_python")
+def test_attention_in_fp32_has_no_fused_kernel(warm: Warm, tmp_path: Path) -> None:
+    """Transformer Engine then computes it without one, and F leaves the scores of every layer."""
+    half = [*TINY, "--transformer-impl", "transformer_engine"]
+    full = [flag for flag in half if flag != "--bf16"]
+    added_bytes = {}
+    for flags in (half, full):
+        _, report = rehearse(warm, tmp_path, flags, "--alone", "--ranks", "first")
+        (forward,) = [entry for entry in report["ranks"][0]["kinds"] if entry["kind"] == "F"]
+        added_bytes[flags is half] = forward["adds_bytes"]
+    scores_bytes = 4 * 2 * 4 * TOKENS**2 * LAYERS // 2  # microbatches of 2, 4 heads
+    assert added_bytes[False] > 2 * added_bytes[True] + scores_bytes / 2
