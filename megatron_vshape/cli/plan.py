@@ -17,7 +17,6 @@ from megatron_vshape.cli.files import (
     check_can_draw,
     check_targets,
     report_written,
-    schedule_output,
     write_all,
 )
 from megatron_vshape.cli.help import MEMORY, MODEL, OUTPUT, SCHEDULE, SEARCH, group
@@ -40,6 +39,12 @@ from megatron_vshape.cli.options import (
 )
 from megatron_vshape.cli.plan_figures import run_frontier, write_page
 from megatron_vshape.cli.progress import report_progress
+from megatron_vshape.cli.torch_export import (
+    add_export_arguments,
+    check_export,
+    export_output,
+    print_settings,
+)
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import simulate, usable_host_bytes
@@ -209,9 +214,7 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
     output = group(parser, OUTPUT)
-    output.add_argument(
-        "--export", type=Path, metavar="FILE", help="Schedule file to write (.json or .csv)"
-    )
+    add_export_arguments(output)
     output.add_argument(
         "--html", type=Path, metavar="FILE", help="Interactive page to write (.html)"
     )
@@ -264,6 +267,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"\n{compared}\n")
     print(_recommended(result) if searched else _format_best_so_far(result))
     report_written(outputs)
+    print_settings(options, simulate(result.schedule, result.costs), result.costs, units.time)
     return 0
 
 
@@ -279,7 +283,7 @@ def _outputs(
 ) -> list[Output]:
     outputs = []
     if options.export is not None:
-        outputs.append(schedule_output("--export", options.export, result.schedule))
+        outputs.append(export_output(options, result.schedule))
     if options.html is not None:
         command = _command_without_outputs(options.words)
         page = partial(write_page, result=result, limit=limit, units=units, command=command)
@@ -391,6 +395,7 @@ def _check(options: argparse.Namespace) -> None:
         if getattr(options, name) is None:
             raise ScheduleError(f"plan requires --{name}, as in --devices 8 --microbatches 64")
     check_targets(options, _TARGETS)
+    check_export(options)
     if options.offload is not None and options.costs:
         raise ScheduleError(
             "--offload and --costs exclude each other, because a costs file contains the copy "

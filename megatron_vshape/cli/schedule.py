@@ -13,7 +13,6 @@ from megatron_vshape.cli.files import (
     check_can_draw,
     check_targets,
     report_written,
-    schedule_output,
     write_all,
 )
 from megatron_vshape.cli.help import OUTPUT, SCHEDULE, group
@@ -25,6 +24,12 @@ from megatron_vshape.cli.options import (
     stage_cost_function,
 )
 from megatron_vshape.cli.progress import report_progress
+from megatron_vshape.cli.torch_export import (
+    add_export_arguments,
+    check_export,
+    export_output,
+    print_settings,
+)
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
@@ -116,8 +121,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Sequence slices per microbatch (default: 1)",
     )
     output = group(parser, OUTPUT)
+    add_export_arguments(output)
     for name, help_text in (
-        ("--export", "Schedule file to write (.json or .csv)"),
         ("--figure", "Figure to write (.svg, .png or .pdf)"),
         ("--trace", "Perfetto trace to write (.json)"),
         ("--html", "Interactive page to write (.html)"),
@@ -153,12 +158,14 @@ def run(options: argparse.Namespace) -> int:
         if why:
             print(f"{plain(name)}: {NOT_STOCK} ({why})")
     report_written(outputs)
+    print_settings(options, results[0].timeline, results[0].costs, time)
     return 0
 
 
 def _check(options: argparse.Namespace) -> None:
     """Raise ScheduleError for invalid options before any work."""
     check_targets(options, _TARGETS)
+    check_export(options)
     if options.name is None and not options.compare:
         raise ScheduleError(
             f"no schedule given: name one of {', '.join(EVERY_NAME)}, or a schedule file"
@@ -210,7 +217,7 @@ def _requests(
 def _outputs(options: argparse.Namespace, results: Sequence[_Result]) -> list[Output]:
     first, outputs = results[0], []
     if options.export is not None:
-        outputs.append(schedule_output("--export", options.export, first.schedule))
+        outputs.append(export_output(options, first.schedule))
     if options.trace is not None:
         outputs.append(Output("--trace", options.trace, lambda path: _write_trace(path, first)))
     if options.html is not None:

@@ -17,12 +17,14 @@ from megatron_vshape.cli.main import main
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, with_copies
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.pieces import Piece, Pieces
 from megatron_vshape.core.model.schedule import load_schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner.vocabulary import is_shared, shared_pieces
 from megatron_vshape.core.program.lowering import with_full_backwards
+from megatron_vshape.core.program.torch_file import to_torch_csv
 from megatron_vshape.core.request import PlanRequest, PlanResult
 from megatron_vshape.view.numbers import GIB
 
@@ -189,6 +191,22 @@ def test_plan_with_offloading(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert f"offloading      {100 * copied / 24:.1f} % of the activations (" in shown
     assert re.search(r"^plan: schedule only .* slower", shown, re.M)
     assert page.stat().st_size > 10_000
+    with pytest.raises(ScheduleError, match=r"torch does not support the passes D \(copy to the"):
+        to_torch_csv(load_schedule(path))
+
+
+def test_plan_for_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.csv"
+    arguments = ["plan", *SMALL, *COST, "--export", str(path), "--format", "torch"]
+    assert main([*arguments, "--full-backward"]) == 0
+    shown = capsys.readouterr().out
+    schedule = load_schedule(path)
+    assert schedule.kinds == {Kind.F, Kind.BW}
+    timeline = simulate(schedule, Costs.uniform(3, schedule.num_stages, 1, 1.15, 0.85, 0.05))
+    assert f"\nmakespan with full backwards {timeline.makespan:.6g}, simulated" in shown
+    assert f"--parallelism.pipeline_parallel_schedule_csv {path}" in shown
+    assert main([*arguments, "--offload", "1"]) == 2
+    assert "--format torch does not support --offload" in capsys.readouterr().err
 
 
 def test_host_memory_may_have_a_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

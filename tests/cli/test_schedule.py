@@ -14,6 +14,8 @@ from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import load_schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.core.program.lowering import with_full_backwards
+from megatron_vshape.core.program.torch_file import to_torch_csv
 
 SIZE = ["--devices", "4", "--microbatches", "8"]
 FIGURE_NEEDS = "figures need the extra [draw]"
@@ -98,6 +100,42 @@ def test_csv_export_reads_back_with_its_placement(capsys, tmp_path):
     assert copy.split("\n")[1:-2] == output.split("\n")[1:-2]  # but for the names of the files
     read, meant = load_schedule(tmp_path / "again.json"), make("v-zb", 4, 8)
     assert (read.placement, read.order) == (meant.placement, meant.order)
+
+
+def test_torch_export_prints_its_settings(capsys, tmp_path):
+    output = printed(capsys, "v-half", *SIZE, "--export", "v.csv", "--format", "torch")
+    assert (tmp_path / "v.csv").read_text() == to_torch_csv(make("v-half", 4, 8))
+    settings = output.split("wrote v.csv\n\n")[1].replace(" \\\n   ", "")
+    assert settings == """\
+settings for this file (microbatch size 1; for size N, N times the batch size)
+  torchtitan: --training.local_batch_size 8 --parallelism.pipeline_parallel_microbatch_size 1 \
+--parallelism.pipeline_parallel_degree 4 --parallelism.pipeline_parallel_schedule ZBVZeroBubble \
+--parallelism.pipeline_parallel_schedule_csv v.csv
+  NeMo Automodel: --step_scheduler.local_batch_size 8 \
+--distributed.pipeline.pp_microbatch_size 1 --distributed.pp_size 4 \
+--distributed.pipeline.pp_schedule ZBVZeroBubble --distributed.pipeline.pp_schedule_csv v.csv
+  torch: n_microbatches=8; stages of rank 0: 0, 7; rank 1: 1, 6; rank 2: 2, 5; rank 3: 3, 4
+"""
+    copy = printed(capsys, "v.csv")
+    assert copy.split("\n")[1:-1] == output.split("wrote v.csv")[0].split("\n")[1:-1]
+
+
+def test_torch_export_with_full_backwards(capsys, tmp_path):
+    arguments = ["--export", "v.csv", "--format", "torch", "--full-backward"]
+    output = printed(capsys, "v-half", *SIZE, *arguments)
+    schedule = load_schedule(tmp_path / "v.csv")
+    assert schedule.order == with_full_backwards(make("v-half", 4, 8)).order
+    assert f"full backwards {simulate(schedule).makespan:g}, simulated (as pr" in output
+
+
+def test_torch_export_without_a_schedule_name(capsys, tmp_path):
+    (tmp_path / "w.json").write_text(make("1f1b", 4, 8).renumbered((3, 2, 1, 0)).to_json())
+    output = printed(capsys, "w.json", "--export", "w.csv", "--format", "torch")
+    assert "  torchtitan: not supported, because no schedule name has this placement\n" in output
+    arguments = ["--export", "w.csv", "--format", "torch"]
+    output = printed(capsys, "interleaved-1f1b:3", *SIZE, *arguments)
+    assert "--parallelism.pipeline_parallel_layers_per_stage LAYERS\n" in output
+    assert "  LAYERS: layers per stage, so that the model has 12 stages\n" in output
 
 
 def test_trace_is_that_of_the_timeline(capsys, tmp_path):
@@ -231,6 +269,26 @@ BAD = [
         ["v-half", *SIZE, "--export", "a.svg"],
         "--export a.svg: the file's name must end in .json or",
     ),
+    (
+        ["v-half", *SIZE, "--format", "torch"],
+        "--format torch writes a CSV file: add --export FILE.csv",
+    ),
+    (
+        ["v-half", *SIZE, "--format", "torch", "--export", "a.json"],
+        "--format torch writes a CSV file: add --export FILE.csv, not --export a.json",
+    ),
+    (
+        ["v-half", *SIZE, "--full-backward", "--export", "a.csv"],
+        "--full-backward needs --format torch: add it, with --export FILE.csv",
+    ),
+    (
+        ["1f1b", *SIZE, "--slices", "2", "--format", "torch", "--export", "a.csv"],
+        "--format torch does not support --slices, because torch.distributed.pipelining has no",
+    ),
+    (
+        ["sliced.json", "--format", "torch", "--export", "a.csv"],
+        "--format torch does not support 2 slices per microbatch",
+    ),
     (["v-half", *SIZE, "--export", "no/a.json"], " does not exist: create it first"),
     (["v-half", *SIZE, "--export", "folder.json"], "folder.json is a directory: name a file"),
     (
@@ -254,6 +312,7 @@ def test_bad_input_is_one_sentence_and_no_file(capsys, tmp_path, arguments, text
     (tmp_path / "half.csv").write_text("F0.0,B0.0\n")
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "good.json").write_text(make("1f1b", 1, 1).to_json())
+    (tmp_path / "sliced.json").write_text(make("1f1b", 2, 4, slices=2).to_json())
     three = (1.0,) * 3
     (tmp_path / "three.json").write_text(Costs(three, three, three, 0.0, three, three).to_json())
     (tmp_path / "folder.json").mkdir()

@@ -1,6 +1,7 @@
 """Schedule files and costs files round-trip; invalid files raise errors of one sentence."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from strategies import catalogue_schedules, costs_of
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.model.schedule import Schedule, load_schedule
 from megatron_vshape.core.paper.catalogue import make, make_block
+from megatron_vshape.core.program.torch_file import find_torch_name, to_torch_csv
 
 VALID = {
     "format": 1,
@@ -31,6 +34,46 @@ def test_json_and_csv_round_trip(schedule: Schedule) -> None:
     assert Schedule.from_csv(schedule.to_csv(), name=schedule.name) == schedule
     reloaded = Schedule.from_csv(schedule.to_csv(), schedule.placement, schedule.name)
     assert reloaded == schedule
+    assert Schedule.from_csv(to_torch_csv(schedule), name=schedule.name) == schedule
+
+
+def test_torch_csv() -> None:
+    """Idle and communication cells are ignored; the forward of a pair may be its second pass."""
+    cells = "0UNSHARD,0F0,0SEND_F0,,0F1, 0RECV_B0,(0B0;0F2)OVERLAP_F_B,0WAIT_SEND_F0,0I1,0W1,0B2"
+    others = "1RECV_F0,1F0,1B0,1SEND_B0,1F1,1B1,1F2,1B2,1REDUCE_GRAD,1WAIT_REDUCE_GRAD,1RESHARD"
+    schedule = Schedule.from_csv(f"{cells}\n{others}\n")
+    assert schedule.to_csv() == (
+        "F0.0,F0.1,F0.2&BW0.0,B0.1,W0.1,BW0.2\nF1.0,BW1.0,F1.1,BW1.1,F1.2,BW1.2\n"
+    )
+    assert to_torch_csv(schedule).startswith("0F0,0F1,(0F2;0B0)OVERLAP_F_B,0I1,0W1,0B2\n")
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ("0BW1", "'0BW1' is not a pass of torch.distributed.pipelining: expected a stage, one of"),
+        ("F0.1", "'F0.1' is not a pass of torch.distributed.pipelining"),
+        ("(0F1;0F2)OVERLAP_F_B", "is not an overlapped pass"),
+    ],
+)
+def test_invalid_torch_csv_is_rejected(cell: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=re.escape(message)):
+        Schedule.from_csv(f"0F0,{cell}\n")
+
+
+@pytest.mark.parametrize(
+    ("placement", "name"),
+    [
+        ((0, 1), "1F1B"),
+        ((0, 1, 0, 1), "Interleaved1F1B"),
+        ((0, 1, 0, 1, 0, 1), "Interleaved1F1B"),
+        ((0, 1, 1, 0), "ZBVZeroBubble"),
+        ((0, 1, 1, 0, 0, 1, 1, 0), None),
+        ((1, 0), None),
+    ],
+)
+def test_torch_schedule_with_the_placement(placement: Placement, name: str | None) -> None:
+    assert find_torch_name(placement, 2) == name
 
 
 def test_file_format() -> None:

@@ -24,6 +24,7 @@ from megatron_vshape.core.model.files import (
 from megatron_vshape.core.model.kinds import KINDS, PAIR_SIGN, PARTS, PROCESSOR, Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass, parse_step
 from megatron_vshape.core.model.placement import Placement, check_placement, chunks_of, message_us
+from megatron_vshape.core.model.torch_csv import is_torch_csv, package_cells
 
 FORMAT = 1
 MAX_PASSES = 20_000_000
@@ -305,7 +306,8 @@ class Schedule:
         """Parse a schedule in CSV text; `placement` defaults to the devices of the passes.
 
         A CSV does not contain the number of `slices` per microbatch. A byte order mark, empty lines
-        and trailing commas from spreadsheets are ignored.
+        and trailing commas from spreadsheets are ignored. The form of torch.distributed.pipelining
+        is read as well (see `torch_csv`).
 
         Raises:
             ScheduleError: a cell is not a pass, or the lines do not fit the placement.
@@ -315,6 +317,8 @@ class Schedule:
             rows = [cells for line in lines if (cells := _without_trailing_blanks(line))]
         except csv.Error as error:
             raise ScheduleError(f"the CSV cannot be read: {error}") from None
+        if is_torch_csv(rows):
+            rows = list(map(package_cells, rows))
         order, overlapped = _parse_rows(rows)
         if not any(order):
             raise ScheduleError("the CSV has no passes; it needs one line per device")
