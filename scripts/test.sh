@@ -12,8 +12,9 @@ usage: bash scripts/test.sh [--slow] [--browser] [--bridge] [--clients] [--night
   --slow            the tests that take minutes as well
   --browser         the playground in Chromium as well, which is installed if it is missing
   --bridge          only training with Megatron-Bridge, installed without its dependencies
-  --clients         only training with verl and Megatron-Bridge, and the examples for verl, slime and
-                    ms-swift; libraries are installed without their dependencies
+  --clients         only training with verl, Megatron-Bridge, torchtitan and NeMo Automodel, and the
+                    examples for verl, slime and ms-swift; libraries are installed without their
+                    dependencies
   --nightly         --clients, and training with ms-swift, slime, NeMo-RL and ROLL; the last three
                     from the checkouts SLIME, NEMO_RL and ROLL, or cloned
   --megatron V      only the tests, in an environment of its own with that megatron-core
@@ -121,7 +122,7 @@ while (($#)); do
         --slow) markers=${markers/not slow and /} && shift ;;
         --browser) extras+=,browser markers=${markers/ and not browser/} && shift ;;
         --bridge) bridge=yes && shift ;;
-        --clients) clients=(tests/clients/test_{verl,bridge_hf,examples,callers}.py) && shift ;;
+        --clients) clients=(tests/clients/test_{verl,bridge_hf,examples,callers,torch_pipelining}.py) && shift ;;
         --nightly) clients=(tests/clients) && shift ;;
         --megatron)
             if [[ -d ${2-}/megatron/core ]]; then
