@@ -35,8 +35,8 @@ COLUMNS = (
 ).split()
 
 NOT_RUN = {
-    "bert/": "BERT: refused in a sentence",
-    "t5/": "T5: refused in a sentence",
+    "bert/": "BERT: rejected at start",
+    "t5/": "T5: rejected at start",
     "multimodal-llava/": "a vision-language model: another entry script",
     "mimo/": "a vision-language model: another entry script",
     "ep4_etp1_fine_grained_offloading": "Megatron's own assertion fails in its second step, Chunk "

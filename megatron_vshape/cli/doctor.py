@@ -64,8 +64,9 @@ def run(options: argparse.Namespace) -> int:
     if faults:
         print(f"\ndoes not fit: {faults[0]}")
         return _DOES_NOT_FIT
-    ready = "ready to train" if is_installed("megatron.core") else "ready to plan and draw"
-    print(f"\n{ready}")
+    training = "ready" if is_installed("megatron.core") else "requires megatron-core"
+    drawing = "ready" if is_installed("matplotlib") else "pip install 'megatron-vshape[draw]'"
+    print(f"\nplanning: ready\ntraining: {training}\ndrawing: {drawing}")
     return 0
 
 

@@ -124,6 +124,6 @@ def warn_if_slow() -> None:
     """Log once that numba is missing, since planning is then slow."""
     if not compiles():
         logger.warning(
-            "numba is not installed, so planning is about 100 times slower: "
+            "numba is not installed, so planning is about 10 times slower: "
             "pip install 'megatron-vshape[search]'"
         )

@@ -149,7 +149,8 @@ class Options:
         "--pipeline-timeout SECONDS",
         Values("a number of seconds above 0", _is_above_0, float),
         "time limit in seconds for a P2P message before the run ends with an error. "
-        f"Default: {TIMEOUT_SHARE:g} of --distributed-timeout-minutes, whose error names no cause.",
+        f"Default: {TIMEOUT_SHARE:g} of --distributed-timeout-minutes, so that this error, with "
+        "its cause, comes first.",
         default=TIMEOUT_SHARE * 60 * MEGATRONS_TIMEOUT_MINUTES,
         for_ours=False,
     )

@@ -81,6 +81,6 @@ def test_planning_without_numba_warns_once(
     for _ in range(2):
         plan(Costs.uniform(2, 4), 2, 2, limit=4, steps=100)
     assert [record.message for record in caplog.records if "numba" in record.message] == [
-        "numba is not installed, so planning is about 100 times slower: "
+        "numba is not installed, so planning is about 10 times slower: "
         "pip install 'megatron-vshape[search]'"
     ]
