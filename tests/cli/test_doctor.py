@@ -37,7 +37,7 @@ def test_doctor_lists_missing_packages() -> None:
     assert states["torch"] == "not installed"
     assert states["megatron-core"].startswith("not installed: required for training; pip install ")
     assert "not checked: megatron-core is not installed" in run.stdout
-    assert run.stdout.endswith("\nready to plan and draw\n")
+    assert "\nplanning: ready\ntraining: requires megatron-core\ndrawing: pip" in run.stdout
 
 
 def test_verbose_doctor_lists_hooks_and_options() -> None:
@@ -69,7 +69,7 @@ def test_verbose_doctor_lists_hooks_and_options() -> None:
     assert not {*judged} - {*text.replace(",", "").replace("*", "").split()}
     assert all(topic.reason in text for topic in TOPICS)
     assert "fp32, fp32 accumulation, on this cpu addmm" in text
-    assert text.endswith("ready to train")
+    assert text.endswith("planning: ready training: ready drawing: ready")
 
 
 def test_the_report_is_short_and_names_options() -> None:

@@ -22,11 +22,17 @@ OTHER_PROGRAMS = {
     "--adapters": "ms-swift",
     "--address": "ray",
     "--colocate": "slime",
+    "--config": "torchtitan",
     "--dist_ckpt_optim_fully_reshardable": "ms-swift",
+    "--distributed": "NeMo Automodel",
     "--max-tokens-per-gpu": "slime",
+    "--module": "torchtitan",
     "--nodes": "sbatch",
     "--nproc-per-node": "torchrun",
+    "--parallelism": "torchtitan",
     "--runtime-env-json": "ray",
+    "--step_scheduler": "NeMo Automodel",
+    "--training": "torchtitan",
     "--use-dynamic-batch-size": "slime",
 }
 
