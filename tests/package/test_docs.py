@@ -43,7 +43,7 @@ def anchors(page: Path) -> set[str]:
 
 def test_documentation_size() -> None:
     pages = [ROOT / "README.md", *DOCS]
-    assert len(pages) == MAX_PAGES
+    assert len(DOCS) <= MAX_PAGES
     words = (page.read_text(encoding="utf-8").replace("|", " ").split() for page in pages)
     assert sum(map(len, words)) <= MAX_WORDS  # the bars of tables are not words
 
