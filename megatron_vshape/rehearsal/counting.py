@@ -148,7 +148,7 @@ def smallest_command(command: Command) -> tuple[Command, Sizes]:
             pipeline_model_parallel_size=PIPELINE,
             global_batch_size=None,
             rampup_batch_size=None,
-            train_samples=None,
+            **dict.fromkeys(_SAMPLES),
             account_for_embedding_in_pipeline_split=None,
             account_for_loss_in_pipeline_split=None,
             decoder_first_pipeline_num_layers=None,
@@ -157,6 +157,10 @@ def smallest_command(command: Command) -> tuple[Command, Sizes]:
         )
     )
     return few, sizes_of(few, 2 * sizes_of(few, None).world)
+
+
+_SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
+"""Options in samples, of which Megatron accepts none in a run of iterations."""
 
 
 def counted_ranks(command: Command) -> range:

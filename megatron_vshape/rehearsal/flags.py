@@ -262,11 +262,25 @@ def read_command(words: Sequence[str]) -> Command:
     else:
         command = replace(command, flags=tuple(words))
     _reject_other_models(command)
-    command = _without_unknown(command)
+    command = _with_known_positions(_without_unknown(command))
     command = _with_slime_settings(command)
     if not scripts and command.pattern and command.script == "pretrain_gpt.py":
         return replace(command, script="pretrain_hybrid.py")
     return command
+
+
+_POSITIONS = ("learned_absolute", "rope", "yarn", "mrope", "relative", "none")
+"""Position embeddings of Megatron-Core."""
+
+
+def _with_known_positions(command: Command) -> Command:
+    """Replace a fork's position embedding by none, which needs about the same memory and time."""
+    name = command.value("--position-embedding-type", "none")
+    if name in _POSITIONS:
+        return command
+    note = f"Megatron-Core has no {name} position embedding: estimated without one."
+    known = command.having(position_embedding_type="none")
+    return replace(known, notes=(*command.notes, note))
 
 
 _SHELLS = ("sbatch", "bash", "sh", "source", ".")
@@ -569,15 +583,19 @@ def flags_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def flag_changes(old: Command, new: Command) -> list[str]:
-    """Return the flags to remove and to add that make one command another, for a shell."""
+    """Return the changes that make one command another: variables and flags, for a shell."""
     old_words, new_words = (words_by_flag(command.flags) for command in (old, new))
     removed = [flag for flag in old_words if flag not in new_words]
     if sum(flag.startswith("--recompute-") for flag in removed) > 1:
         removed = ["--recompute-*", *(flag for flag in removed if "recompute" not in flag)]
-    return [f"remove {flag}" for flag in removed] + [
-        shlex.join([flag, *words])
-        for flag, words in new_words.items()
-        if old_words.get(flag) != words
+    return [
+        *(f"unset {name}" for name in old.environment if name not in new.environment),
+        *(f"remove {flag}" for flag in removed),
+        *(
+            shlex.join([flag, *words])
+            for flag, words in new_words.items()
+            if old_words.get(flag) != words
+        ),
     ]
 
 

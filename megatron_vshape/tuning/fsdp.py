@@ -32,16 +32,18 @@ _SHARDED_BYTES = 18
 """Sharded bytes of a parameter: bfloat16 and float32 copies, a gradient, two Adam moments."""
 
 
-def options_of(command: Command) -> dict[str, Any]:
-    """Return the options that shard parameters, gradients and optimizer states of a command."""
-    options = {
+def sharded_command(command: Command) -> Command:
+    """Return a command with sharded parameters, gradients and optimizer states."""
+    options: dict[str, Any] = {
         "use_megatron_fsdp": True,
         "data_parallel_sharding_strategy": "optim_grads_params",
         "ckpt_format": "fsdp_dtensor",
     }
     if command.value("--transformer-impl") == "local":  # the fusion needs Transformer Engine
         options["no_gradient_accumulation_fusion"] = True
-    return options
+    environment = {**command.environment}
+    environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # Megatron rejects 1 with FSDP
+    return replace(command.having(**options), environment=environment)
 
 
 def best(predictor: Predictor, command_config: Configuration) -> Prediction | None:

@@ -38,7 +38,7 @@ def row_command(
     config = row.configuration
     command = config.command(subject)
     if config.schedule == fsdp.NAME:
-        return command.having(**fsdp.options_of(command))
+        return fsdp.sharded_command(command)
     if row.is_stock:
         return with_layers(command, row.layers, config.pipeline_parallel)
     split = ",".join(map(str, row.layers)) if len(set(row.layers)) > 1 else ""

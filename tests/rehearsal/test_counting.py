@@ -75,6 +75,13 @@ def test_dense_layers_are_read_as_megatron_reads_them(frequency: str, dense: lis
     assert [layer for layer, has_experts in enumerate(layers) if not has_experts] == dense
 
 
+def test_options_in_samples_are_removed_together() -> None:
+    """Megatron rejects a learning rate in samples without --train-samples."""
+    options = {f"{name}_samples": 9 for name in ("train", "lr_decay", "lr_warmup")}
+    few, _ = smallest_command(EXPERTS.having(**options))
+    assert not any(flag.endswith("-samples") for flag in few.flags)
+
+
 @pytest.mark.parametrize("frequency", ["__import__('os')", "(1"])
 def test_an_expression_for_moe_layers_that_is_no_list_is_rejected(frequency: str) -> None:
     with pytest.raises(ScheduleError, match=r"--moe-layer-freq .* give an integer, or lists"):

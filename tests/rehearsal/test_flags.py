@@ -580,6 +580,15 @@ def test_commands_of_slime_have_sizes_of_their_packed_microbatches(tmp_path: Pat
         read_command(["train.py", *packed.split(), "$LIMIT"])
 
 
+def test_position_embeddings_of_forks_are_estimated_without_one() -> None:
+    command = read_command(["pretrain_gpt.py", "--position-embedding-type", "alibi"])
+    assert command.value("--position-embedding-type") == "none"
+    (note,) = command.notes
+    assert "no alibi position embedding" in note
+    command = read_command(["pretrain_gpt.py", "--position-embedding-type", "rope"])
+    assert command.notes == ()
+
+
 def test_commands_of_slime_keep_sizes_that_are_set() -> None:
     flags = f"{SLIME}--fp16 --seq-length 512 --micro-batch-size 4"
     command = read_command(["train.py", *flags.split()])

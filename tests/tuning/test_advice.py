@@ -24,12 +24,13 @@ from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.request import BaselineSpec, PlanRequest, PlanResult
 from megatron_vshape.rehearsal import accuracy, report
 from megatron_vshape.rehearsal.counting import CountedCosts, Parameters
-from megatron_vshape.rehearsal.flags import flag_changes, read_command
+from megatron_vshape.rehearsal.flags import Command, flag_changes, read_command
 from megatron_vshape.rehearsal.gpus import GIB, GPUS, HEADROOM
 from megatron_vshape.rehearsal.megatron_layers import is_even
 from megatron_vshape.rehearsal.ranks import DryRunConfig
 from megatron_vshape.rehearsal.saved_config import LAYOUT
 from megatron_vshape.rehearsal.step_time import Rates
+from megatron_vshape.tuning import fsdp
 from megatron_vshape.tuning.advice import Advice
 from megatron_vshape.tuning.configurations import (
     ADAPTIVE,
@@ -771,3 +772,12 @@ def test_the_plan_of_a_grid_is_exported(
     assert Schedule.from_json(plan.read_text()).num_devices == 2
     assert main([*command, "--keep", "tp", *training]) == 2
     assert "--keep tp does not work with --grid" in capsys.readouterr().err
+
+
+def test_sharded_commands_have_no_single_queue_of_kernels() -> None:
+    """Megatron rejects FSDP with CUDA_DEVICE_MAX_CONNECTIONS=1, which scripts export."""
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_ALGO": "Ring"}
+    command = Command("pretrain_gpt.py", ("--bf16",), environment)
+    sharded = fsdp.sharded_command(command)
+    assert sharded.environment == {"NCCL_ALGO": "Ring"}
+    assert flag_changes(command, sharded)[0] == "unset CUDA_DEVICE_MAX_CONNECTIONS"
