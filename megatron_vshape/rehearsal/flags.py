@@ -262,7 +262,7 @@ def read_command(words: Sequence[str]) -> Command:
     else:
         command = replace(command, flags=tuple(words))
     _reject_other_models(command)
-    command = _with_known_positions(_without_unknown(command))
+    command = _with_present_names(_without_unknown(command))
     command = _with_slime_settings(command)
     if not scripts and command.pattern and command.script == "pretrain_gpt.py":
         return replace(command, script="pretrain_hybrid.py")
@@ -273,14 +273,23 @@ _POSITIONS = ("learned_absolute", "rope", "yarn", "mrope", "relative", "none")
 """Position embeddings of Megatron-Core."""
 
 
-def _with_known_positions(command: Command) -> Command:
-    """Replace a fork's position embedding by none, which needs about the same memory and time."""
+def _with_present_names(command: Command) -> Command:
+    """Replace settings of forks and of Megatron before 2022 by those with the same memory."""
+    notes = [*command.notes]
     name = command.value("--position-embedding-type", "none")
-    if name in _POSITIONS:
-        return command
-    note = f"Megatron-Core has no {name} position embedding: estimated without one."
-    known = command.having(position_embedding_type="none")
-    return replace(known, notes=(*command.notes, note))
+    if name not in _POSITIONS:
+        notes.append(f"Megatron-Core has no {name} position embedding: estimated without one.")
+        command = command.having(position_embedding_type="none")
+    if command.has("--checkpoint-activations"):
+        notes.append("--checkpoint-activations is estimated as full recomputation of every layer.")
+        command = command.having(
+            checkpoint_activations=None,
+            recompute_granularity="full",
+            recompute_method="uniform",
+            recompute_num_layers=command.number("--checkpoint-num-layers", 1),
+            checkpoint_num_layers=None,
+        )
+    return replace(command, notes=tuple(notes))
 
 
 _SHELLS = ("sbatch", "bash", "sh", "source", ".")

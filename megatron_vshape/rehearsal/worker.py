@@ -157,7 +157,10 @@ def _error_text(error: BaseException, log: TextIO) -> str:
             return error.code
         lines = [line.strip() for line in _tail(log, "").splitlines() if line.strip()]
         refused = [line for line in lines if "error:" in line]
-        return (refused or lines or ["the program ended by itself"])[-1]
+        if refused:
+            return refused[-1]
+        end = f". The end of its output: {lines[-1]}" if lines else ""
+        return f"the program ended by itself: {_raised_at(error)}{end}"
     text = (str(error).strip().splitlines() or [_raised_at(error)])[0]
     fix = next((fix for part, fix in _FIXES.items() if part in text), "")
     return f"{type(error).__name__}: {text}{fix}"
@@ -166,6 +169,7 @@ def _error_text(error: BaseException, log: TextIO) -> str:
 def _raised_at(error: BaseException) -> str:
     """Return the statement that raised an error without a text, such as an `assert` of Megatron."""
     frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames if not frame.filename.startswith("<")]
     if not frames:
         return "no reason given"
     return f"{frames[-1].line} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"

@@ -589,6 +589,14 @@ def test_position_embeddings_of_forks_are_estimated_without_one() -> None:
     assert command.notes == ()
 
 
+def test_old_flag_of_full_recomputation_is_translated() -> None:
+    words = ["--num-layers", "8", "--checkpoint-activations", "--checkpoint-num-layers", "2"]
+    command = read_command(["pretrain_gpt.py", *words])
+    flags = "--num-layers 8 --recompute-granularity full --recompute-method uniform"
+    assert " ".join(command.flags) == f"{flags} --recompute-num-layers 2"
+    assert len(command.notes) == 1
+
+
 def test_commands_of_slime_keep_sizes_that_are_set() -> None:
     flags = f"{SLIME}--fp16 --seq-length 512 --micro-batch-size 4"
     command = read_command(["train.py", *flags.split()])
