@@ -475,7 +475,7 @@ def _further_options(
     if not texts:
         yield (
             "Neither full recomputation with bf16 optimizer states, with an optimizer on the CPU, "
-            "nor with 8 times as many GPUs is enough."
+            "with LoRA adapters, nor with 8 times as many GPUs is enough."
         )
 
 

@@ -168,8 +168,8 @@ def _error_text(error: BaseException, log: TextIO) -> str:
 
 def _raised_at(error: BaseException) -> str:
     """Return the statement that raised an error without a text, such as an `assert` of Megatron."""
-    frames = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in frames if not frame.filename.startswith("<")]
+    every_frame = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in every_frame if not frame.filename.startswith("<")]
     if not frames:
         return "no reason given"
     return f"{frames[-1].line} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"

@@ -10,7 +10,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.flags import Command, Sizes, flag_changes, sizes_of
 from megatron_vshape.rehearsal.gpus import Fit
 from megatron_vshape.rehearsal.rank_report import RankReport
-from megatron_vshape.rehearsal.ranks import DryRunConfig, rehearse_all
+from megatron_vshape.rehearsal.ranks import DryRunConfig, LoraConfig, rehearse_all
 from megatron_vshape.tuning.configurations import FULL, Configuration, Subject
 
 _BF16_STATES: dict[str, Any] = {
@@ -32,13 +32,18 @@ _MAX_GPU_FACTOR = 8
 """Maximum number of GPUs to try, relative to the present ones."""
 
 
+_LORA_RANK = 16
+_LORA_TEXT = f"LoRA adapters of rank {_LORA_RANK} instead of full training (--lora-rank)"
+
+
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """A command on a number of GPUs."""
+    """A command on a number of GPUs, perhaps with adapters; text: what its flags do not show."""
 
     command: Command
     sizes: Sizes
-    text: str
+    text: str = ""
+    lora: LoraConfig | None = None
 
 
 def find_fitting_options(
@@ -61,7 +66,9 @@ def find_fitting_options(
     command = replace(config, recompute=FULL).command(subject)
     attempts = {str(index): attempt for index, attempt in enumerate(_attempts(command, config))}
     jobs = [
-        programs.job(attempt.command, attempt.sizes, rank, name)
+        replace(programs, lora=attempt.lora or programs.lora).job(
+            attempt.command, attempt.sizes, rank, name
+        )
         for name, attempt in attempts.items()
     ]
     fitting = {
@@ -70,12 +77,13 @@ def find_fitting_options(
         if isinstance(report, RankReport)
         and programs.gpu.fit_of(report.peak_bytes, report.communicators, headroom) is Fit.FITS
     }
-    texts: dict[bool, list[str]] = {False: [], True: []}
-    for name, attempt in attempts.items():
+    texts: list[str] = []
+    for attempt in (attempts[name] for name in attempts if name in fitting):
         changes = flag_changes(subject.command, attempt.command)
-        if name in fitting:
-            texts[bool(attempt.text)].append(", ".join(filter(None, (attempt.text, *changes))))
-    return texts[False] + texts[True][:1]
+        texts.append(", ".join(filter(None, (attempt.text, *changes))))
+        if attempt.sizes.world > config.num_devices:
+            break
+    return texts
 
 
 def _attempts(command: Command, config: Configuration) -> Iterator[_Attempt]:
@@ -83,7 +91,8 @@ def _attempts(command: Command, config: Configuration) -> Iterator[_Attempt]:
     gpus, factor = config.num_devices, 2
     for options in (_BF16_STATES, _STATES_ON_HOST):
         changed = command.having(**options)
-        yield _Attempt(changed, sizes_of(changed, gpus), "")
+        yield _Attempt(changed, sizes_of(changed, gpus))
+    yield _Attempt(command, sizes_of(command, gpus), _LORA_TEXT, LoraConfig(_LORA_RANK, ()))
     while factor <= _MAX_GPU_FACTOR:
         changed = command.having(use_distributed_optimizer=True)
         try:
