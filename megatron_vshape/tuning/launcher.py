@@ -18,8 +18,9 @@ from megatron_vshape.tuning import worker
 from megatron_vshape.tuning.configurations import ADAPTIVE, SweepError
 from megatron_vshape.tuning.files import Loaded
 from megatron_vshape.tuning.predictor import Prediction, Predictor
-from megatron_vshape.tuning.results import Outcome, Result, Results, Status, key_of
+from megatron_vshape.tuning.results import Outcome, Result, Results, key_of
 from megatron_vshape.tuning.trainer_flags import trainer_command
+from megatron_vshape.tuning.training_run import Status
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ from typing import Any
 from megatron_vshape.tuning.configurations import Configuration
 from megatron_vshape.tuning.predictor import Prediction, Predictor, RankPeak, Verdict
 from megatron_vshape.tuning.ranking import kendall_tau
-from megatron_vshape.tuning.results import Outcome, Result, Status
+from megatron_vshape.tuning.results import Outcome, Result
+from megatron_vshape.tuning.training_run import Status
 from megatron_vshape.view.names import display_name
 from megatron_vshape.view.numbers import GIB, table
 

@@ -7,13 +7,13 @@ import sqlite3
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from megatron_vshape.tuning.configurations import GIVEN, Configuration, SweepError
 from megatron_vshape.tuning.files import Also, Loaded, Workload
 from megatron_vshape.tuning.grid import configuration_of
+from megatron_vshape.tuning.training_run import Status
 
 _APPLICATION = 0x56534850  # "VSHP": identifies results files
 FORMAT = 1
@@ -22,14 +22,6 @@ _BUSY_S = 60.0
 
 _MAX_VALUE_BYTES = 2**24
 """Maximum bytes of one value in the file; the tail of a log has a few thousand."""
-
-
-class Status(StrEnum):
-    """Status of a finished run."""
-
-    OK = "ok"
-    OUT_OF_MEMORY = "OOM"
-    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,13 @@
 
 import json
 import os
-import re
 import resource
 import signal
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,21 +19,20 @@ import submitit
 from megatron_vshape import figures
 from megatron_vshape.environment import CONNECTIONS
 from megatron_vshape.tuning.files import Cluster, RunPart
-from megatron_vshape.tuning.results import Outcome, Status
+from megatron_vshape.tuning.results import Outcome
+from megatron_vshape.tuning.training_run import (
+    Status,
+    exit_text,
+    is_out_of_memory,
+    last_lines,
+    run_command,
+)
 
-LAST_LINES = 12
-POLL_S = 0.2
-STOPPING_S = 40.0  # torchrun gives its ranks 30 s before it kills them
 FIRST_PORT, NUM_PORTS = 20_000, 10_000
 """Rendezvous port range; jobs that share a node use different ports."""
 
 STOPPED = "stopped"
 """Marker file of a run whose job was cancelled before it had a result."""
-
-_OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
-_FAULT = re.compile(r"(^|\s|\w)(Error|Exception)(: |$)|\berror: |^megatron-vshape: ")
-_FOOTER = re.compile(r"torch[./]distributed[./]elastic")
-"""Start of torchrun's report about failed ranks."""
 
 Figures = Sequence[Mapping[str, Any]]
 """File with the measurements of a run: see `megatron_vshape.figures`."""
@@ -88,12 +85,12 @@ def run_job(job: Job) -> Outcome:
     with _received_signals(job.folder) as received:
         with log.open("w") as output:
             environment = job.environment | {figures.VARIABLE: str(measured.absolute())}
-            code = _run(
+            end = time.monotonic() + job.timeout_s
+            code = run_command(
                 command,
                 environment,
-                job.timeout_s,
                 output.fileno(),
-                lambda: bool(received) or not _alive(job.launcher),
+                lambda: time.monotonic() > end or bool(received) or not _alive(job.launcher),
             )
         text = log.read_text(errors="replace")
         outcome = outcome_of(text, figures.read(measured), code, job)
@@ -147,33 +144,6 @@ def rendezvous(
     )
 
 
-def _run(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    timeout_s: float,
-    output: int,
-    is_unneeded: Callable[[], bool],
-) -> int | None:
-    """Return the exit code; None after the time limit, or if the run is no longer needed."""
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, **environment},
-        start_new_session=True,
-    )
-    end = time.monotonic() + timeout_s
-    try:
-        while process.poll() is None:
-            if time.monotonic() > end or is_unneeded():
-                return None
-            time.sleep(POLL_S)
-        return process.returncode
-    finally:
-        _stop(process)
-
-
 def _alive(process: int | None) -> bool:
     if process is None:
         return True
@@ -186,38 +156,6 @@ def _alive(process: int | None) -> bool:
     return True
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the run: torchrun, which ends its ranks, and any ranks that remain.
-
-    Each rank is in a separate session, so signals to torchrun's group do not reach it.
-    """
-    if process.poll() is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(STOPPING_S)
-    except subprocess.TimeoutExpired:
-        for pid in (process.pid, *_descendants(process.pid)):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=5)
-
-
-def _descendants(process: int) -> list[int]:
-    """Return the descendants of a process, from /proc on Linux; empty elsewhere."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
-            # pid (name) state parent ...; the name may contain any characters.
-            parent = path.read_text(errors="replace").rpartition(")")[2].split()[1]
-            children.setdefault(int(parent), []).append(int(path.parent.name))
-    pids = [process]
-    for pid in pids:
-        pids += children.get(pid, [])
-    return pids[1:]
-
-
 def outcome_of(text: str, measured: Figures, code: int | None, job: Job) -> Outcome:
     """Derive the outcome from the log, the figures and the exit code."""
     steps = [record for record in measured if "step_s" in record]
@@ -227,8 +165,8 @@ def outcome_of(text: str, measured: Figures, code: int | None, job: Job) -> Outc
         return Outcome(
             Status.OK, _step_figure(last, "step_s", job), peak, _step_figure(last, "bubble", job)
         )
-    tail = _tail(text)
-    if _OUT_OF_MEMORY.search(text) or code == -signal.SIGKILL:
+    tail = last_lines(text)
+    if is_out_of_memory(text, code):
         return Outcome(Status.OUT_OF_MEMORY, peak_bytes=peak, log_tail=tail)
     if code == 0:
         # The last node's ranks report step times, and the first node's report allocated memory.
@@ -237,23 +175,9 @@ def outcome_of(text: str, measured: Figures, code: int | None, job: Job) -> Outc
         return Outcome(status, peak_bytes=peak, log_tail=tail)
     if code is None:
         tail += f"\nended after {job.timeout_s:.0f} s, the time limit of a run"
-    elif code < 0:
-        name = signal.strsignal(-code) or "unnamed"
-        tail += f"\nended by signal {-code} ({name})"
-    return Outcome(Status.FAILED, log_tail=tail or f"ended with exit code {code}, without a word")
-
-
-def _tail(text: str) -> str:
-    """Return the last lines up to the first fault, because later faults follow from it.
-
-    Without a fault, return the last lines before torchrun's report.
-    """
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    footer = next((index for index, line in enumerate(lines) if _FOOTER.search(line)), 0)
-    lines = lines[: footer or len(lines)]
-    faults = [index + 1 for index, line in enumerate(lines) if _FAULT.search(line)]
-    end = faults[0] if faults else len(lines)
-    return "\n".join(lines[max(0, end - LAST_LINES) : end])
+    elif code < 0 or not tail:
+        tail += f"\n{exit_text(code)}"
+    return Outcome(Status.FAILED, log_tail=tail)
 
 
 def _step_figure(steps: Figures, name: str, job: Job) -> float | None:

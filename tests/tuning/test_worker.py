@@ -1,7 +1,5 @@
 """How a run ended, from its log and its figures."""
 
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,9 +8,10 @@ import pytest
 from tuning.samples import CLUSTER
 
 from megatron_vshape import figures
-from megatron_vshape.tuning import worker
+from megatron_vshape.tuning import training_run, worker
 from megatron_vshape.tuning.files import Cluster, RunPart
-from megatron_vshape.tuning.results import Outcome, Status
+from megatron_vshape.tuning.results import Outcome
+from megatron_vshape.tuning.training_run import Status, run_command
 from megatron_vshape.tuning.worker import (
     Job,
     merge_outcomes,
@@ -148,23 +147,29 @@ signal.signal(signal.SIGTERM, lambda *_: None)
 rank = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 child = subprocess.Popen([sys.executable, "-c", rank], start_new_session=True)
 print(child.pid, flush=True)
-while True:
-    time.sleep(600)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="descendants: Linux only")
-def test_ranks_in_separate_sessions_end_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "STOPPING_S", 0.5)
-    run = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE)
-    assert run.stdout is not None
-    rank = int(run.stdout.readline())
-    worker._stop(run)
-    run.stdout.close()
-    assert run.returncode == -signal.SIGKILL
-    end = time.monotonic() + 10
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="environments: Linux only")
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("while True: time.sleep(600)", None), ("os.kill(os.getpid(), signal.SIGKILL)", -9)],
+    ids=["stopped", "killed"],
+)
+def test_ranks_in_separate_sessions_end_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, code: int | None
+) -> None:
+    """The ranks of a launcher that was killed are no longer its descendants."""
+    monkeypatch.setattr(training_run, "STOPPING_S", 0.5)
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        command = [sys.executable, "-c", STUBBORN + end]
+        is_started = lambda: code is None and log.read_text().endswith("\n")  # noqa: E731
+        assert run_command(command, {}, output.fileno(), is_started) == code
+    rank = int(log.read_text())
+    deadline = time.monotonic() + 10
     while _runs(rank):
-        assert time.monotonic() < end
+        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
