@@ -35,6 +35,7 @@ from megatron_vshape.rehearsal import fitted  # noqa: E402
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import rehearsed_table  # noqa: E402
+import trials_table  # noqa: E402
 
 PROMPT = "$ megatron-vshape "
 WIDTH = 100
@@ -137,6 +138,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "environment": _environment,
     "python": _python,
     "prediction error": _prediction_error,
+    "trials": trials_table.table,
 }
 """Tables by the name in their comment."""
 

@@ -18,12 +18,10 @@ from collections import deque
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from megatron_vshape.tuning.training_run import STEP
+
 SHOWN = ("megatron-vshape", "megatron-core", "torch", "numba")
 LAST_LINES = 25
-_STEP = re.compile(
-    r"iteration +(?P<step>\d+)/ *(?P<steps>\d+) \|.*elapsed time per iteration \(ms\): "
-    r"(?P<ms>[\d.]+) \|.*global batch size: +(?P<batch>\d+) \|.*lm loss: (?P<loss>\S+) \|"
-)
 _EVALUATION = re.compile(r"validation loss at (?P<at>.*?) \|.*lm loss value: (?P<loss>\S+) \|")
 _SEQUENCE = re.compile(r" +seq_length \.+ (\d+)$")
 _REFUSED = re.compile(r"megatron-vshape: (.*)")
@@ -53,8 +51,8 @@ class Screen:
             self._sequence_length = int(sequence[1])
         if self._is_header(line):
             return line
-        step = _STEP.search(line)
-        if step:
+        step = STEP.search(line)
+        if step and step["loss"]:
             return self._step(step)
         evaluation = _EVALUATION.search(line)
         if evaluation:

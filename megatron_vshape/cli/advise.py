@@ -64,7 +64,7 @@ from megatron_vshape.tuning.row_command import find_start_faults, needs_file, ro
 MOST_SHAPES = 16
 """Maximum number of configurations next to the command's to estimate."""
 
-_KEEP = ("recompute", *SIZES.values())
+KEEP = ("recompute", *SIZES.values())
 PLANNED = "planned schedule"
 
 DEFAULT_EXPORT = "plan.json"
@@ -91,12 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.yaml",
         help="Sweep file whose grid to evaluate (default: configurations next to the command's)",
     )
-    search.add_argument(
-        "--keep",
-        default="",
-        metavar="NAMES",
-        help=f"Settings not to change, with commas: {', '.join(_KEEP)} (default: none)",
-    )
+    add_keep_argument(parser)
     search.add_argument(
         "--seconds",
         type=float,
@@ -120,15 +115,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_program_arguments(parser)
 
 
+def add_keep_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --keep."""
+    group(parser, SEARCH).add_argument(
+        "--keep",
+        default="",
+        metavar="NAMES",
+        help=f"Settings not to change, with commas: {', '.join(KEEP)} (default: none)",
+    )
+
+
 def run(options: argparse.Namespace) -> int:
     """Estimate the configurations, print the comparison and the recommendation, and return 0."""
     _check(options)
     if options.write is not None and options.export is None:
         options.export = options.write.with_suffix(".json")
+    advice, rows = compare(options)
+    _print(advice, options, rows)
+    _write(advice, options, rows)
+    return 0
+
+
+def compare(options: argparse.Namespace) -> tuple[Advice, Rows]:
+    """Estimate the configurations, and return the search with the rows that start.
+
+    Raises:
+        ScheduleError: the command or an option is not supported; the text contains the fix.
+    """
     keep = [name for name in options.keep.split(",") if name]
     for name in keep:
-        if name not in _KEEP:
-            raise ScheduleError(f"--keep {name!r:.40} is not one of {', '.join(_KEEP)}")
+        if name not in KEEP:
+            raise ScheduleError(f"--keep {name!r:.40} is not one of {', '.join(KEEP)}")
     command = command_with_model(options)
     if options.grid is None:
         machine_of(options)  # its errors come before the download
@@ -154,16 +171,14 @@ def run(options: argparse.Namespace) -> int:
             "the command has no pipeline, and advise compares pipeline schedules: set "
             "--pipeline-model-parallel-size to 2 or more, or estimate its memory with rehearse"
         )
-    advice = _advice(options, subject, keep, proposals)
+    advice = prepare_advice(options, subject, keep, proposals)
     with report_progress(lambda us: f"{us * 1e-6:.1f} s"):
         rows = advice.rows()
         rows = _rows_that_start(advice, options, rows)
-    _print(advice, options, rows)
-    _write(advice, options, rows)
-    return 0
+    return advice, rows
 
 
-def _advice(
+def prepare_advice(
     options: argparse.Namespace,
     subject: Subject,
     keep: Sequence[str],
@@ -182,11 +197,12 @@ def _advice(
     for config in () if grid else nearby:
         _, why = next(faults(config, subject, machine.num_devices, gpu.node), ("", ""))
         if why:
-            left_out.append(f"{_sizes(config, subject)}: {why}")
+            left_out.append(f"{sizes_text(config, subject)}: {why}")
         else:
             candidates.append(config)
     left_out += [
-        f"{_sizes(config, subject)}: advise evaluates at most {MOST_SHAPES} other configurations"
+        f"{sizes_text(config, subject)}: advise evaluates at most {MOST_SHAPES} other "
+        "configurations"
         for config in candidates[MOST_SHAPES:]
     ]
     programs = partial(dry_run_config, options, subject.command, gpu)
@@ -215,7 +231,7 @@ def _advice(
             counts(config)
             advice.neighbors.append(config)
         except SweepError as error:
-            left_out.append(f"{_sizes(config, subject)}: {error}")
+            left_out.append(f"{sizes_text(config, subject)}: {error}")
     return advice
 
 
@@ -300,7 +316,7 @@ def _case_of(command: Command, gpu: Gpu) -> str:
     return accuracy.case_of(command.has("--num-experts"), ranks, span, gpu)
 
 
-def _sizes(config: Configuration, subject: Subject) -> str:
+def sizes_text(config: Configuration, subject: Subject) -> str:
     """Format the parallel sizes and the recomputation."""
     suffix = "" if config.sequence_parallel else " without SP"
     words = f"TP {config.tensor_parallel}{suffix} PP {config.pipeline_parallel}"
@@ -331,7 +347,7 @@ def _title(row: Prediction, subject: Subject) -> str:
     suffix = "".join(f", {feature}" for feature in row.configuration.features)
     if row.is_stock and not is_even(row.layers):
         suffix = ", uneven layers"
-    return f"{_name(row)}{suffix}, {_sizes(row.configuration, subject)}"
+    return f"{_name(row)}{suffix}, {sizes_text(row.configuration, subject)}"
 
 
 NAMES = {
@@ -526,7 +542,7 @@ def _flags_sentence(
     text = f"Flags, {name}: {', '.join(words)}."
     if not needs_file(row) or (is_best and options.export):
         return text
-    sizes = "" if is_best else f"--keep {','.join(_KEEP)} with these sizes and "
+    sizes = "" if is_best else f"--keep {','.join(KEEP)} with these sizes and "
     return f"{text} advise {sizes}--export {options.export or DEFAULT_EXPORT} writes the schedule."
 
 

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the report; return 0, or 1 if a hook does not fit."""
     print(f"{_DISTRIBUTION} {__version__}")
-    print(_section("versions", _two_columns([*_versions(), *_extras()])))
+    print(_section("versions", _two_columns([*versions(), *_extras()])))
     warnings = list(_warnings())
     if warnings:
         lines = [line for warning in warnings for line in _wrapped(warning, WIDTH - 2, "  ")]
@@ -103,7 +103,7 @@ def _version(*distributions: str) -> str:
     return MISSING
 
 
-def _versions() -> Iterator[tuple[str, str]]:
+def versions() -> Iterator[tuple[str, str]]:
     """Yield the libraries of a training run and their versions."""
     yield "python", platform.python_version()
     yield "torch", _version("torch")

@@ -409,14 +409,14 @@ def _without_unknown(command: Command) -> Command:
         )
     if not flags_of_unknown:
         return command
-    topics = set(map(_topic_of, flags_of_unknown))
+    topics = set(map(topic_of, flags_of_unknown))
     note = f"Ignored, with unknown values and no effect on a step: {', '.join(flags_of_unknown)}."
-    remaining = command.without(lambda flag: _topic_of(flag) in topics and flag not in FILES)
+    remaining = command.without(lambda flag: topic_of(flag) in topics and flag not in FILES)
     return replace(remaining, notes=(*command.notes, note))
 
 
-def _topic_of(flag: str) -> str:
-    """Return the topic of a flag without effect on a step, else its name."""
+def topic_of(flag: str) -> str:
+    """Return the title of the topic of a flag without effect on a step, else its name."""
     name = flag.replace("_", "-")
     return _UNIMPORTANT.get(name, name)
 

@@ -38,14 +38,8 @@ class Machine:
                 was not measured on its GPU.
         """
         device, link = cluster.device, cluster.host_link
-        device_name = device.name.lower()
-        # Only complete words match: GH200-96GB contains gh200, but not h200.
-        matches = [
-            name
-            for name in GPUS
-            if re.search(rf"(?<![a-z0-9]){re.escape(name)}(?![a-z0-9])", device_name)
-        ]
-        like = GPUS[max(matches, key=len, default=UNKNOWN)]
+        gpu_name = gpu_of_device(device.name)
+        like = GPUS[gpu_name or UNKNOWN]
         assumptions = dict(cluster.assumptions)
         # A cluster file's own value includes NCCL's buffers.
         communicator = 0 if "beside_gib" in assumptions else like.communicator_bytes
@@ -58,11 +52,11 @@ class Machine:
                     f"are beside_gib, {', '.join(rate_names)}"
                 )
         # The rates fitted to a GPU are no better guess for an unknown one than the round defaults.
-        shares = assumptions if matches else asdict(Rates()) | assumptions
+        shares = assumptions if gpu_name else asdict(Rates()) | assumptions
         wide = device.peak_tflops * 1e12
         gpu = replace(
             like,
-            name=like.name if matches else device_name,
+            name=gpu_name or device.name.lower(),
             memory_bytes=int(device.memory_gib * GIB),
             multiprocessors=device.processors,
             bf16_flops=wide,
@@ -81,7 +75,7 @@ class Machine:
         return cls(
             gpu,
             cluster.num_devices,
-            bool(matches),
+            bool(gpu_name),
             link is not None,
             math.inf if host_gib is None else usable_host_bytes(host_gib * GIB),
         )
@@ -93,6 +87,19 @@ class Machine:
         activation_bytes, byte_us = costs.held_after_forward_bytes, 1e6 / self.gpu.host_rate
         copied_us = tuple(byte_us * max(num_bytes, 1.0) for num_bytes in activation_bytes)
         return with_copies_of(costs, copied_us, activation_bytes, copied_us)
+
+
+def gpu_of_device(device_name: str) -> str:
+    """Return the known GPU that a device name contains as a whole word, "" if there is none.
+
+    GH200-96GB contains gh200, but not h200.
+    """
+    matches = [
+        name
+        for name in GPUS
+        if re.search(rf"(?<![a-z0-9]){re.escape(name)}(?![a-z0-9])", device_name.lower())
+    ]
+    return max(matches, key=len, default="")
 
 
 def _beside_gib(cluster: "Cluster", gpu: Gpu) -> float:

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
 from uuid import uuid4
 
 LAST_LINES = 12
@@ -135,37 +134,30 @@ def last_lines(text: str) -> str:
     return "\n".join(lines[max(0, end - LAST_LINES) : end])
 
 
-class LoggedStep(NamedTuple):
-    """A training step in Megatron's log."""
-
-    seconds: float
-    batch_size: int
-    loss: float | None
-
-
 @dataclass(slots=True)
 class TrainingLog:
-    """Steps, peak memory and number of ranks in the log of a run with `--log-interval 1`."""
+    """Figures in the log of a run with `--log-interval 1`."""
 
     path: Path
-    steps: dict[int, LoggedStep] = field(default_factory=dict)
+    step_s: dict[int, float] = field(default_factory=dict)  # by step, from 1
+    losses: dict[int, float] = field(default_factory=dict)
     peak_bytes: dict[int, float] = field(default_factory=dict)  # allocated, by global rank
     num_ranks: int = 0
-    _num_bytes: int = 0  # of the file that are read
+    _num_bytes: int = 0  # of the file that were read
 
     def update(self) -> None:
-        """Read the complete lines that have been added to the file."""
+        """Read the complete lines that were added to the file."""
         with self.path.open("rb") as stream:
             stream.seek(self._num_bytes)
             lines, newline, _ = stream.read().rpartition(b"\n")
         self._num_bytes += len(lines + newline)
         text = lines.decode(errors="replace")
-        for match in _NUM_RANKS.finditer(text):
-            self.num_ranks = int(match[1])
         for match in STEP.finditer(text):
-            loss = None if match["loss"] is None else float(match["loss"])
-            step = LoggedStep(float(match["ms"]) / 1e3, int(match["batch"]), loss)
-            self.steps[int(match["step"])] = step
-        for match in _MEMORY.finditer(text):
-            rank, peak_bytes = int(match[1]), 2**20 * float(match[2])
-            self.peak_bytes[rank] = max(peak_bytes, self.peak_bytes.get(rank, 0.0))
+            self.step_s[int(match["step"])] = float(match["ms"]) / 1e3
+            if match["loss"] is not None:
+                self.losses[int(match["step"])] = float(match["loss"])
+        for rank, mib in _MEMORY.findall(text):
+            peak_bytes = 2**20 * float(mib)
+            self.peak_bytes[int(rank)] = max(peak_bytes, self.peak_bytes.get(int(rank), 0.0))
+        for number in _NUM_RANKS.findall(text):
+            self.num_ranks = int(number)

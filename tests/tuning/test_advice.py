@@ -13,7 +13,7 @@ from tuning.samples import load_sample, write_sweep
 
 from megatron_vshape.cli.advise import (
     _rejected,
-    _sizes,
+    sizes_text,
 )
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.budget import Budget
@@ -158,7 +158,7 @@ def test_today_has_sequence_parallelism_only_if_the_command_has() -> None:
     assert today is not None
     assert stock is not None
     assert (today.fits, stock.fits) == (False, True)
-    assert _sizes(today.configuration, model) == "TP 2 without SP PP 2"
+    assert sizes_text(today.configuration, model) == "TP 2 without SP PP 2"
     assert row_command(stock, model, "").has("--sequence-parallel")
     assert not row_command(today, model, "").has("--sequence-parallel")
     with_flag = subject(words, "--sequence-parallel")
@@ -679,7 +679,10 @@ def test_configurations_beyond_the_maximum_are_not_evaluated_and_listed(
     shown = " ".join(capsys.readouterr().out.split())
     why = "advise evaluates at most 1 other configurations"
     assert shown.count(why) == len(neighbor_configs) - 1 == 2
-    assert f"; {_sizes(neighbor_configs[1], model)}: {why}" in shown.partition("Not evaluated: ")[2]
+    assert (
+        f"; {sizes_text(neighbor_configs[1], model)}: {why}"
+        in shown.partition("Not evaluated: ")[2]
+    )
 
 
 @pytest.mark.parametrize(
