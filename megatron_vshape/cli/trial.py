@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import shlex
 import signal
@@ -22,6 +23,7 @@ from megatron_vshape.cli.help import MODEL, OUTPUT, SEARCH, group
 from megatron_vshape.cli.options import count
 from megatron_vshape.cli.progress import report_progress
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.mcore.options import VARIABLE
 from megatron_vshape.rehearsal import report
 from megatron_vshape.rehearsal.flags import launched_gpus
 from megatron_vshape.rehearsal.shell_script import SlurmSizes
@@ -79,6 +81,10 @@ def run(options: argparse.Namespace) -> int:
     """
     if options.steps <= WARM_UP:
         raise ScheduleError(f"--steps {options.steps} are all warm-up: set {WARM_UP + 1} or more")
+    if os.environ.get(VARIABLE):
+        raise ScheduleError(
+            f"{VARIABLE} sets a schedule for all runs: unset it, and add its options as flags"
+        )
     launch = Launch.of(options.command)
     if options.sbatch is not None:
         return _write_job(options, launch)

@@ -303,7 +303,7 @@ def _row_of(variant: Variant, runs: Sequence[VariantRun], today: Sequence[Varian
         variant.schedule,
         {name: getattr(config, name) for name in ("data_parallel", *FLAGS)}
         | {"recompute": variant.subject.recompute},
-        [*_public_changes(today[0].variant.command, variant.command)],
+        flag_changes(*map(_without_path, (today[0].variant.command, variant.command))),
         failed.status,
         failed.reason,
         quartiles,
@@ -320,11 +320,10 @@ def _row_of(variant: Variant, runs: Sequence[VariantRun], today: Sequence[Varian
     )
 
 
-def _public_changes(today: Command, command: Command) -> Iterator[str]:
-    """Yield the changed flags, with the name of a schedule file instead of its path."""
-    for change in flag_changes(today, command):
-        flag, _, value = change.partition(" ")
-        yield f"{flag} {Path(value).name}" if flag == SCHEDULE else change
+def _without_path(command: Command) -> Command:
+    """Name a schedule file without its folder."""
+    name = command.value(SCHEDULE)
+    return command if name is None else command.having(pipeline_schedule=Path(name).name)
 
 
 def _peaks_of_stages(command: Command, runs: Sequence[VariantRun], num_ranks: int) -> list[float]:
