@@ -33,8 +33,8 @@ from megatron_vshape.tuning.row_command import needs_file, row_command
 from megatron_vshape.tuning.training_run import Status
 from megatron_vshape.tuning.trial import (
     WARM_UP,
+    CommandTrial,
     Launch,
-    Trial,
     TrialRow,
     Variant,
     with_schedule,
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # of a SLURM job that is cancelled
     with report_progress(str) as progress:
         steps, patience_s = options.steps - WARM_UP, 60 * options.timeout
-        trial = Trial(launch, variants, steps, patience_s, options.into, progress.update)
+        trial = CommandTrial(launch, variants, steps, patience_s, options.into, progress.update)
         try:
             trial.run()
         except KeyboardInterrupt:
@@ -178,7 +178,7 @@ def _predicted(options: argparse.Namespace, variants: Sequence[Variant]) -> Iter
         yield replace(variant, prediction=prediction)
 
 
-def _cells(trial: Trial, rows: Sequence[TrialRow]) -> list[list[str]]:
+def _cells(trial: CommandTrial, rows: Sequence[TrialRow]) -> list[list[str]]:
     """Format a row per variant, and a column per figure that is known."""
     heading = ["", "schedule", "step s (quartiles)", "tokens/s/GPU", "x today (rounds)", "loss"]
     cells = [[*heading, "predicted s", "peak GiB by pipeline rank", "predicted GiB"]]
@@ -203,7 +203,7 @@ def _cells(trial: Trial, rows: Sequence[TrialRow]) -> list[list[str]]:
     return [list(line) for line in zip(*columns, strict=True)]
 
 
-def _text_of(trial: Trial, rows: Sequence[TrialRow]) -> str:
+def _text_of(trial: CommandTrial, rows: Sequence[TrialRow]) -> str:
     """Format the comparison, and the reasons of failed runs."""
     lines = [table(_cells(trial, rows))]
     lines += [f"{row.name}: {row.status}: {row.reason}" for row in rows if row.reason]
@@ -212,7 +212,7 @@ def _text_of(trial: Trial, rows: Sequence[TrialRow]) -> str:
     return "\n".join(lines)
 
 
-def _write(trial: Trial, rows: Sequence[TrialRow], versions: Mapping[str, str]) -> None:
+def _write(trial: CommandTrial, rows: Sequence[TrialRow], versions: Mapping[str, str]) -> None:
     """Write trial.json and trial.md, without paths and without names of data and hosts."""
     command = trial.launch.command
     rows = [replace(row, reason=without_names(row.reason, command)) for row in rows]

@@ -187,7 +187,7 @@ class VariantRun:
 
 
 @dataclass(slots=True)
-class Trial:
+class CommandTrial:
     """Runs of variants, the first of which is today's command."""
 
     launch: Launch
