@@ -136,9 +136,15 @@ class Variant:
         return configuration_of_command(self.subject, num_ranks)
 
     @property
+    def is_planned_in_run(self) -> bool:
+        """Whether the run measures costs and plans for them."""
+        is_planned = self.command.value(SCHEDULE) in (AUTO, *PLUS_NAMES)
+        return is_planned and not self.command.has("--pipeline-costs")
+
+    @property
     def warm_up(self) -> int:
         """First steps, which are not measured."""
-        return WARM_UP + _PLANNING * (self.command.value(SCHEDULE) in (AUTO, *PLUS_NAMES))
+        return WARM_UP + _PLANNING * self.is_planned_in_run
 
     def command_of(self, steps: int) -> Command:
         """Return the command that ends after the warm-up and a number of further steps.
@@ -151,6 +157,8 @@ class Variant:
             lambda flag: flags.topic_of(flag) in _REMOVED_TOPICS or flag.startswith(_REMOVED)
         )
         end = self.warm_up + steps
+        if self.is_planned_in_run:
+            command = command.having(pipeline_profile_iterations="2:5")
         return command.having(
             finetune=command.has("--load"),
             exit_interval=end,
@@ -165,9 +173,7 @@ def with_schedule(command: Command, name: str) -> Command:
     """Return the command with a named schedule or a schedule file, in the same sizes."""
     if name == "1f1b":
         return command.of_megatron().without_chunks()
-    is_planned = name in (AUTO, *PLUS_NAMES) and not command.has("--pipeline-costs")
-    steps = {"pipeline_profile_iterations": "2:5"} if is_planned else {}
-    return command.without_chunks().having(pipeline_schedule=name, **steps)
+    return command.without_chunks().having(pipeline_schedule=name)
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trials_table
 from tuning.counts import Fake
 from tuning.samples import FAKE, ROOT
 
@@ -88,6 +89,10 @@ def test_variants_alternate_and_failed_ones_are_rows(
     assert rows["zb-h1"]["reason"] == "FileNotFoundError: no ... and ... on ..."
     assert re.findall(r"secret|/home|10\.0|" + re.escape(socket.gethostname()), public) == []
     assert json.loads(re.findall(r"```json\n(.*?)```", public, re.DOTALL)[0]) == content
+    lines = trials_table.table(Path("trial")).splitlines()
+    model, today = "8 layers of 64, 64 tokens", "1f1b, TP 1 PP 2"
+    assert lines[2] == f"|{model}|4 x CPU|{today}|v-half, TP 1 PP 2|1.25|2.0 (2.0)|"
+    assert lines[3] == f"|{model}|4 x CPU|{today}|v-min, TP 1 PP 2|OOM||"
 
 
 def test_a_run_saves_evaluates_and_logs_nothing() -> None:
@@ -234,6 +239,15 @@ def test_errors_have_a_fix(
 ) -> None:
     assert main(["trial", *options, "--", program, SCRIPT, *MODEL]) == 2
     assert fix in capsys.readouterr().err
+
+
+def test_a_schedule_of_the_environment_is_rejected(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would be that of stock Megatron, too."""
+    monkeypatch.setenv("MEGATRON_VSHAPE", "schedule=v-half")
+    assert main(["trial", "--schedules", "v-zb", "--", sys.executable, SCRIPT, *MODEL]) == 2
+    assert "MEGATRON_VSHAPE sets a schedule for all runs: unset it" in capsys.readouterr().err
 
 
 CPU_MODEL = """--transformer-impl local --distributed-backend gloo --mock-data --num-workers 0
