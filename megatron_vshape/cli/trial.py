@@ -169,7 +169,12 @@ def _variants(
 
 def _predicted(options: argparse.Namespace, variants: Sequence[Variant]) -> Iterator[Variant]:
     """Yield the variants with predictions, except those that are planned during the run."""
-    search = advise.prepare_advice(options, variants[0].subject, advise.KEEP, [])
+    try:
+        search = advise.prepare_advice(options, variants[0].subject, advise.KEEP, [])
+    except ScheduleError as error:
+        print(report.wrap_text(f"No predictions: {error}."))
+        yield from variants
+        return
     for variant in variants:
         predictor, prediction = replace(search.predictor, subject=variant.subject), None
         with suppress(ScheduleError):
@@ -216,17 +221,12 @@ def _write(trial: CommandTrial, rows: Sequence[TrialRow], versions: Mapping[str,
     """Write trial.json and trial.md, without paths and without names of data and hosts."""
     command = trial.launch.command
     rows = [replace(row, reason=without_names(row.reason, command)) for row in rows]
-    sizes = (
-        "--num-layers",
-        "--hidden-size",
-        "--num-experts",
-        "--seq-length",
-        "--global-batch-size",
-    )
+    sizes = "--hidden-size --num-experts --seq-length --global-batch-size".split()
+    model = {flag[2:].replace("-", "_"): command.number(flag, 0) for flag in sizes}
     content = {
         "versions": versions,
         "gpus": max(run.log.num_ranks for run in trial.runs),
-        "model": {flag[2:].replace("-", "_"): command.number(flag, 0) for flag in sizes},
+        "model": {"num_layers": command.layers} | model,
         "steps": trial.steps,
         "rows": [asdict(row) for row in rows],
     }
@@ -255,7 +255,7 @@ def _write_job(options: argparse.Namespace, launch: Launch) -> int:
         "gpus-per-node": slurm.gpus or launched.get("--nproc-per-node"),
         "ntasks-per-node": slurm.tasks,
     }
-    words = re.sub(r" --sbatch[ =]\S+", "", shlex.join(options.words))
+    words = re.sub(r" --sbatch[ =]('[^']*'|\S+)", "", shlex.join(options.words))
     lines = [
         "#!/usr/bin/env bash",
         "# Add the partition, the account and the time limit of your cluster.",

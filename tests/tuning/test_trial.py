@@ -169,6 +169,9 @@ def test_named_schedules_are_predicted_for_known_gpus(monkeypatch: pytest.Monkey
     today, v_half, auto = (row["predicted_step_s"] for row in content["rows"])
     assert today > v_half > 0
     assert auto is None  # planned during the run
+    # Runs do not need predictions.
+    _, content = trial("--gpus", "6xH100", "--schedules", "v-half", "--steps", "8")
+    assert [row["predicted_step_s"] for row in content["rows"]] == [None, None]
 
 
 def test_a_slurm_job_runs_the_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
