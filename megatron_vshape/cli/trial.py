@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 
+from megatron_vshape import __version__
 from megatron_vshape.cli import advise
 from megatron_vshape.cli.dry_run import add_cluster_argument
 from megatron_vshape.cli.files import Output, check_target, report_written, write_all
@@ -114,15 +115,20 @@ def _versions() -> dict[str, str]:
     Another process queries them, because this one would allocate memory of a GPU.
     """
     code = "import json, megatron_vshape.cli.doctor as d; print(json.dumps(dict(d.versions())))"
-    versions: dict[str, str] = json.loads(_output_of(sys.executable, "-c", code) or "{}")
+    versions = json.loads(_output_of(sys.executable, "-c", code) or "{}").items()
     links = re.findall(
         r"^GPU0\b.*?\b(NV\d+|PIX|PXB|PHB|NODE|SYS)\b", _output_of("nvidia-smi", "topo", "-m"), re.M
     )
     ports = Path("/sys/class/infiniband").glob("*/ports/*/rate")
     rates = Counter(port.read_text().strip() for port in ports)
     network = ", ".join(f"{number} x {rate}" for rate, number in rates.items())
-    named = {"GPU link": "".join(links), "network": network}
-    return versions | {name: text for name, text in named.items() if text}
+    named = [
+        ("megatron-vshape", __version__),
+        *versions,
+        ("GPU link", "".join(links)),
+        ("network", network),
+    ]
+    return {name: text.partition(": ")[0] for name, text in named if text}
 
 
 def _output_of(*command: str) -> str:
@@ -227,7 +233,7 @@ def _write(trial: CommandTrial, rows: Sequence[TrialRow], versions: Mapping[str,
         "versions": versions,
         "gpus": max(run.log.num_ranks for run in trial.runs),
         "model": {"num_layers": command.layers} | model,
-        "steps": trial.steps,
+        "measured_steps": trial.steps,
         "rows": [asdict(row) for row in rows],
     }
     text = json.dumps(content, indent=1)
