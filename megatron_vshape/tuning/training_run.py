@@ -18,6 +18,7 @@ STOPPING_S = 40.0  # torchrun gives its ranks 30 s before it kills them
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
 _FAULT = re.compile(r"(^|\s|\w)(Error|Exception)(: |$)|\berror: |^megatron-vshape: ")
+_COLOR = re.compile(r"\x1b\[[\d;]*[mK]")
 _FOOTER = re.compile(r"torch[./]distributed[./]elastic")
 """Start of torchrun's report about failed ranks."""
 
@@ -126,7 +127,8 @@ def last_lines(text: str) -> str:
 
     Without a fault, return the last lines before torchrun's report.
     """
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    plain = _COLOR.sub("", text)
+    lines = [line.rstrip() for line in plain.splitlines() if line.strip()]
     footer = next((index for index, line in enumerate(lines) if _FOOTER.search(line)), 0)
     lines = lines[: footer or len(lines)]
     faults = [index + 1 for index, line in enumerate(lines) if _FAULT.search(line)]

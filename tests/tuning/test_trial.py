@@ -271,6 +271,8 @@ def run_real_trial(script: list[str], monkeypatch: pytest.MonkeyPatch, *flags: s
     for name, value in (("OMP_NUM_THREADS", "1"), ("CUDA_VISIBLE_DEVICES", "")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    # A checkout compiles its helpers by the pybind11 of the first Python.
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     command = [*TORCHRUN, *script, *CPU_MODEL, *flags, "--train-iters", "1000", "--eval-iters", "1"]
     assert main(["trial", "--schedules", "v-half,v-zb", "--steps", "8", "--", *command]) == 0
     rows: list[Any] = json.loads(Path("trial/trial.json").read_text())["rows"]

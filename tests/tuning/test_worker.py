@@ -103,6 +103,7 @@ FAULT = "ValueError: layers"
             (f"noise\n{text}\n{FOOTER}", 1, Status.FAILED, text)
             for text in ("megatron-vshape: 18 layers do not divide", "AssertionError", "last words")
         ),
+        ("\x1b[01;31m\x1b[Kfatal error: \x1b[m\x1b[Kx.h", 1, Status.FAILED, "fatal error: x.h"),
         ("noise", None, Status.FAILED, "ended after 60 s, the time limit of a run"),
         ("noise", 0, Status.FAILED, "ended after 0 steps"),
         ("", -15, Status.FAILED, "ended by signal 15 (Terminated)"),
