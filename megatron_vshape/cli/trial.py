@@ -194,13 +194,15 @@ def _cells(trial: CommandTrial, rows: Sequence[TrialRow]) -> list[list[str]]:
     heading = ["", "schedule", "step s (quartiles)", "tokens/s/GPU", "x today (rounds)", "loss"]
     cells = [[*heading, "predicted s", "peak GiB by pipeline rank", "predicted GiB"]]
     for row, variant in zip(rows, trial.variants, strict=False):
+        config = variant.configuration(1).with_schedule_of(variant.command, row.schedule)
+        sizes = advise.sizes_text(config, variant.subject)
         quartiles = [f"{seconds:.3f}" for seconds in row.step_s]
         speedups = ", ".join(f"{speedup:.2f}" for speedup in row.speedups)
         loss = "" if row.loss_difference is None else f"{100 * row.loss_difference:.2g}% apart"
         cells.append(
             [
                 row.name,
-                f"{row.schedule}, {advise.sizes_text(variant.configuration(1), variant.subject)}",
+                ", ".join((row.schedule, *config.features, sizes)),
                 f"{quartiles[1]} ({quartiles[0]}-{quartiles[2]})" if quartiles[2:] else row.status,
                 f"{row.tokens_per_s_per_gpu:,.0f}" if row.tokens_per_s_per_gpu else "",
                 f"{mean(row.speedups):.2f} ({speedups})" if speedups else "",

@@ -95,7 +95,7 @@ def test_variants_alternate_and_failed_ones_are_rows(
     assert lines[3] == f"|{model}|4 x CPU|{today}|v-min, TP 1 PP 2|OOM||"
 
 
-def test_a_run_saves_evaluates_and_logs_nothing() -> None:
+def test_a_run_saves_evaluates_and_logs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     """Data, seed and learning rate are those of all steps; a checkpoint provides the weights."""
     trial("--schedules", "v-half+", "--steps", "8", flags=(*WRITING, *DATA, "--load", "weights"))
     today, planned, *_ = starts()
@@ -104,6 +104,11 @@ def test_a_run_saves_evaluates_and_logs_nothing() -> None:
     assert today == [*MODEL[:-2], *DATA, "--load", "weights", "--finetune", *added.split()]
     assert "--pipeline-profile-iterations 2:5" in " ".join(planned)
     assert "--exit-interval 38" in " ".join(planned)  # it plans before it is measured
+    trial(
+        *("--schedules", "v-half", "--steps", "8"),
+        flags=("--pipeline-schedule", "v-zb", "--pipeline-vocab-parallel"),
+    )
+    assert "v-half, vocabulary parallelism, TP 1 PP 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
