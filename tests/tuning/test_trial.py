@@ -193,6 +193,22 @@ def test_a_slurm_job_runs_the_trial(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not Path("trial").exists()
 
 
+def test_srun_of_an_allocation_starts_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text(
+        '#!/bin/sh\ntest "$1 $SLURM_KILL_BAD_EXIT" = "--nodes=2 1" || exit 7\nshift\nexec "$@"'
+    )
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{srun.parent}{os.pathsep}{os.environ['PATH']}")
+    words = ["srun", "--nodes=2", "--output", "log", sys.executable, SCRIPT, *MODEL]
+    assert main(["trial", "--schedules", "v-half", "--steps", "8", "--", *words]) == 0
+    assert schedules_of(starts()) == ["", "v-half", "v-half", ""]
+    assert not Path("log").exists()
+
+
 def test_the_launcher_keeps_its_options_but_those_of_output(tmp_path: Path) -> None:
     script = tmp_path / "pretrain_gpt.py"
     script.touch()
