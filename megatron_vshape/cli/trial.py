@@ -18,12 +18,13 @@ from statistics import mean
 
 from megatron_vshape import __version__
 from megatron_vshape.cli import advise
-from megatron_vshape.cli.dry_run import add_cluster_argument
+from megatron_vshape.cli.dry_run import GpuCount, add_cluster_argument, add_gpus_argument
 from megatron_vshape.cli.files import Output, check_target, report_written, write_all
-from megatron_vshape.cli.help import MODEL, OUTPUT, SEARCH, group
+from megatron_vshape.cli.help import OUTPUT, SEARCH, group
 from megatron_vshape.cli.options import count
 from megatron_vshape.cli.progress import report_progress
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.paper.catalogue import canonical_name
 from megatron_vshape.mcore.options import VARIABLE
 from megatron_vshape.rehearsal import report
 from megatron_vshape.rehearsal.flags import launched_gpus
@@ -54,8 +55,7 @@ _OTHER_WEIGHTS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments; the other options of advise have their defaults."""
     parser.usage = "megatron-vshape trial [OPTIONS] -- torchrun ... pretrain_gpt.py FLAGS..."
-    gpus_help = "Number and type of GPUs, for predictions (default: of this machine)"
-    group(parser, MODEL).add_argument("--gpus", metavar="NxGPU", help=gpus_help)
+    add_gpus_argument(parser, "for predictions (default: of this machine)")
     add_cluster_argument(parser)
     search, output = group(parser, SEARCH), group(parser, OUTPUT)
     names_help = "Schedules to run, as in v-half,auto (default: best stock, best of this package)"
@@ -147,11 +147,11 @@ def _variants(
         if number is None and slurm.processes.isdigit():
             number = int(slurm.processes) * int(slurm.nodes or 1)
         gpu = gpu_of_device(versions.get("CUDA", "").replace(" ", "-"))
-        options.gpus = f"{number}x{gpu}" if number and gpu else None
+        options.gpus = GpuCount(number, gpu) if number and gpu else None
     can_predict = options.gpus is not None or options.cluster is not None
     variants = [Variant("today", launch.command)]
     if options.schedules:
-        for name in filter(None, options.schedules.split(",")):
+        for name in map(canonical_name, filter(None, options.schedules.split(","))):
             variants.append(Variant(Path(name).stem, with_schedule(launch.command, name)))
         return [*_predicted(options, variants)] if can_predict else variants
     if not can_predict:
