@@ -55,7 +55,7 @@ _OTHER_WEIGHTS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments; the other options of advise have their defaults."""
     parser.usage = "megatron-vshape trial [OPTIONS] -- torchrun ... pretrain_gpt.py FLAGS..."
-    add_gpus_argument(parser, "for predictions (default: of this machine)")
+    add_gpus_argument(parser, "(for predictions; default: those of this machine)")
     add_cluster_argument(parser)
     search, output = group(parser, SEARCH), group(parser, OUTPUT)
     names_help = "Schedules to run, as in v-half,auto (default: best stock, best of this package)"

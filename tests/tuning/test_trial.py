@@ -196,17 +196,24 @@ def test_a_slurm_job_runs_the_trial(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_srun_of_an_allocation_starts_the_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its sizes and the GPUs of this node are those of the predictions."""
+    gpus = {"CUDA": "13.2, 2 x NVIDIA H100 80GB HBM3"}
+    monkeypatch.setattr("megatron_vshape.cli.trial._versions", lambda: gpus)
+    monkeypatch.setattr("megatron_vshape.cli.advise.Counts", Fake)
+    monkeypatch.setattr("megatron_vshape.cli.advise.dry_run_config", lambda *_: None)
     srun = tmp_path / "bin" / "srun"
     srun.parent.mkdir()
-    srun.write_text(
-        '#!/bin/sh\ntest "$1 $SLURM_KILL_BAD_EXIT" = "--nodes=2 1" || exit 7\nshift\nexec "$@"'
-    )
+    options = ["--nodes=2", "--ntasks-per-node=2"]
+    check = f'test "$1 $2 $SLURM_KILL_BAD_EXIT" = "{" ".join(options)} 1" || exit 7'
+    srun.write_text(f'#!/bin/sh\n{check}\nshift 2\nexec "$@"')
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{srun.parent}{os.pathsep}{os.environ['PATH']}")
-    words = ["srun", "--nodes=2", "--output", "log", sys.executable, SCRIPT, *MODEL]
+    words = ["srun", *options, "--output", "log", sys.executable, SCRIPT, *MODEL]
     assert main(["trial", "--schedules", "v-half", "--steps", "8", "--", *words]) == 0
     assert schedules_of(starts()) == ["", "v-half", "v-half", ""]
     assert not Path("log").exists()
+    rows = json.loads(Path("trial/trial.json").read_text())["rows"]
+    assert all(row["predicted_step_s"] > 0 for row in rows)
 
 
 def test_the_launcher_keeps_its_options_but_those_of_output(tmp_path: Path) -> None:
