@@ -140,6 +140,7 @@ def picture(shown: Sequence[Span]) -> Figure:
     FigureCanvasAgg(figure)
     full_axes, part = figure.subplots(2, 1, height_ratios=(1, 3))
     draw(full_axes, shown, 0.0, max(span.end for span in shown), 1)
+    full_axes.set_xlabel("ms", fontsize=7)
     first = next(span for span in shown if span.row == 0 and span.name.startswith("W"))
     margin = MARGIN * (first.end - first.start)
     draw(part, shown, first.start - margin, first.end + margin, len(ROWS))

@@ -32,16 +32,16 @@ README_SIZE = (4, 8)
 
 PAGE = """# Gallery
 
-Every schedule of the catalogue for {devices} devices and {microbatches} microbatches, made by
-`scripts/gallery.sh` from the code. Forward, input gradient and weight gradient of a chunk take one
-unit of time each, messages none. A chunk is 1/{chunks} of the model: 1F1B holds {base:g} chunks.
+Every schedule of the catalogue for {devices} ranks and {microbatches} microbatches, drawn by
+`scripts/gallery.sh`. Forward, input gradient and weight gradient of a chunk need one unit of time
+each, messages none. A chunk is 1/{chunks} of the model; the peak of 1F1B is {base:g} chunks.
 
 {table}
 
 ## Theory
 
-Memory in units of M, what 1F1B holds; the bubble in passes of one chunk, as it grows with the
-number of devices d. Without a barrier between steps, one step's bubble takes the next step's work.
+Memory in units of M, the peak of 1F1B; bubble in passes of one chunk, for d ranks. Without a
+barrier between steps, the next step's passes fill a step's bubble.
 
 {theory}
 
@@ -55,7 +55,7 @@ SECTION = """
 
 {note}
 
-![The building block of {title}, its schedule and what every device holds]({name}.svg)
+![The building block of {title}, its schedule and the memory of every rank]({name}.svg)
 """
 
 
@@ -102,9 +102,9 @@ def draw(timeline: Timeline, path: Path) -> None:
     is_full_schedule = block.num_microbatches == schedule.num_microbatches
     figure = schedule_figure(
         timeline,
-        note=f"{sizes[0]} devices, {sizes[1]} microbatches · {note(numbers_of(timeline))}",
+        note=f"{sizes[0]} ranks, {sizes[1]} microbatches · {note(numbers_of(timeline))}",
         block=None if is_full_schedule else block,
-        limit=Limit(base_peak(schedule.num_devices), "as 1F1B holds"),
+        limit=Limit(base_peak(schedule.num_devices), "peak of 1F1B"),
     )
     save(figure, path)
 

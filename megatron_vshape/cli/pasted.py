@@ -1,4 +1,6 @@
-"""Estimate a pasted training command: python -m megatron_vshape.cli.pasted GPU [N] < COMMAND.
+"""Estimate a pasted training command: python -m megatron_vshape.cli.pasted OPTIONS < COMMAND.
+
+OPTIONS are those of `rehearse`: --gpu, --gpus and --vocabulary.
 
 The playground runs this. Other users of the machine can reach its server, so nothing that a command
 names is executed or read: the script is replaced by this package's own, and paths are rejected.
@@ -81,16 +83,15 @@ def _command_of(text: str) -> Command:
     return read_command(words)
 
 
-def run(gpu: str, number: str, text: str) -> int:
+def run(options: list[str], text: str) -> int:
     """Write the estimate to estimate.json in the working directory; return the exit status."""
     try:
         words = safe_words(text)
     except ScheduleError as error:
         print(f"megatron-vshape: {error}", file=sys.stderr)
         return 2
-    count = ["--gpus", number] if number else []
-    return main(["rehearse", "--gpu", gpu, *count, "--json", "estimate.json", "--", *words])
+    return main(["rehearse", *options, "--json", "estimate.json", "--", *words])
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1], sys.argv[2], sys.stdin.read()))
+    sys.exit(run(sys.argv[1:], sys.stdin.read()))

@@ -143,11 +143,14 @@ def run(options: argparse.Namespace) -> int:
             [] if options.alone else remedy_lines(command, config, sizes, reports, headroom_bytes)
         )
     step = estimate_step(reports, command, gpu, sizes.stage_stride)
-    _print(reports, baselines, command, gpu, sizes, step)
+    _print_ignored(reports)
+    heading = _heading(command, reports[0], gpu, sizes)
+    print(f"{heading}. Estimated, not measured.\nGiB by pipeline rank:")
+    _print(reports, baselines, gpu, step)
     verdict = report.format_verdict(reports, gpu, headroom_bytes)
     for line in (verdict, *helps):
         print(report.wrap_text(line))
-    texts = {"verdict": verdict, "remedies": helps}
+    texts = {"run": heading, "verdict": verdict, "remedies": helps}
     _write(reports, baselines, command, options, gpu, step, texts)
     return 0
 
@@ -266,23 +269,23 @@ def _found(results: Iterable[RankReport | FailedRank]) -> dict[str, list[RankRep
     return by_run
 
 
-def _print(
-    reports: Sequence[RankReport],
-    baselines: Mapping[str, Sequence[RankReport]],
-    command: Command,
-    gpu: Gpu,
-    sizes: Sizes,
-    step: StepTime,
-) -> None:
-    first = reports[0]
+def _heading(command: Command, first: RankReport, gpu: Gpu, sizes: Sizes) -> str:
+    """Format the schedule, the parallel sizes and the GPUs of the estimated run."""
     shape = first.sizes
-    _print_ignored(reports)
-    print(
+    return (
         f"{_schedule_name(command)}, TP {shape.tp} x "
         f"PP {shape.pp} x CP {sizes.context} x DP {shape.dp}: {sizes.world} "
         f"{gpu.name.upper()} with {report.gib(gpu.memory_bytes)} GiB, {first.microbatches} "
-        "microbatches. Estimated, not measured.\nGiB by pipeline rank:"
+        "microbatches"
     )
+
+
+def _print(
+    reports: Sequence[RankReport],
+    baselines: Mapping[str, Sequence[RankReport]],
+    gpu: Gpu,
+    step: StepTime,
+) -> None:
     print("\n".join(report.table(reports, gpu)))
     for rank_report in reports:
         print(report.wrap_text(report.format_peak(rank_report)))
@@ -311,7 +314,10 @@ def _write(
     fused = command.value("--attention-backend") not in ("unfused", "local")
     versions = {name: getattr(reports[0], name) for name in ("megatron", "transformer_engine")}
     content = {
-        "ranks": [_rank(rank_report) for rank_report in reports],
+        "ranks": [
+            {**_rank(rank_report), "spare_bytes": report.spare_bytes(rank_report, gpu)}
+            for rank_report in reports
+        ],
         "step_s": step.seconds,
         "step_estimate": step.how,
         **texts,
@@ -326,11 +332,12 @@ def _write(
         text = json.dumps(content, indent=1) + "\n"
         outputs.append(Output("--json", options.json, lambda path: _write_text(path, text)))
     if options.save is not None:
+        from megatron_vshape.view.figure import save
         from megatron_vshape.view.rank_memory import memory_figure
 
         curves = {f"rank {rank_report.stage}": rank_report.curve for rank_report in reports}
-        figure, suffix = memory_figure(curves, gpu.memory_bytes), options.save.suffix[1:]
-        outputs.append(Output("--save", options.save, partial(figure.savefig, format=suffix)))
+        figure = memory_figure(curves, gpu.memory_bytes)
+        outputs.append(Output("--save", options.save, partial(save, figure)))
     write_all(outputs)
     for output in outputs:
         print(f"wrote {output.path}")

@@ -84,7 +84,7 @@ def html_text(timeline: Timeline, costs: Costs, facts: Facts) -> str:
     if _size(schedule) <= _MAX_TRACED_PASSES:
         texts["trace-file"] = trace_text(picture).encode()
     data = {
-        "offers": offers(),
+        "offers": offers(answers),
         "state": {
             "devices": schedule.num_devices,
             "microbatches": schedule.num_microbatches,

@@ -1,9 +1,36 @@
-"""Choices that the playground offers: schedules, costs and colors."""
+"""Choices that the playground offers: tabs, schedules, costs and colors."""
+
+from collections.abc import Collection
 
 from megatron_vshape.core.paper.catalogue import OPTIONS
 from megatron_vshape.core.request import PLUS_NAMES, SCHEDULE_NAMES
 from megatron_vshape.playground.picture import palette
 from megatron_vshape.view.names import display_name
+
+_TABS = {
+    "compare": (
+        "Compare",
+        "Schedules on one time axis: a shorter timeline is a faster step, a lower purple curve is "
+        "less memory.",
+    ),
+    "timeline": (
+        "Timeline",
+        "Each row is a rank with its forward (F), input-gradient (B) and weight-gradient (W) "
+        "passes; hatched time is idle. The curves below show its activation memory.",
+    ),
+    "steps": (
+        "Four steps",
+        "The four steps of the paper: a building block, repeated for every microbatch, squeezed, "
+        "and reordered to fill idle time.",
+    ),
+    "estimate": (
+        "Estimate",
+        "Peak memory per rank and step time of a training command, estimated by megatron-vshape "
+        "rehearse on this machine, without a GPU. The script of the command is not executed, and "
+        "no file that the command names is read.",
+    ),
+}
+"""Title and explanation of each tab, in their order; the first one is the start page."""
 
 # F, B, W and communication of one chunk, half of what arXiv 2401.10241 measured per stage; ms.
 _PRESETS: tuple[dict[str, object], ...] = (
@@ -23,9 +50,18 @@ _PRESETS: tuple[dict[str, object], ...] = (
 )
 
 
-def offers() -> dict[str, object]:
-    """Return all data that the playground needs before the first choice."""
+def offers(tabs: Collection[str] = tuple(_TABS)) -> dict[str, object]:
+    """Return all data that the playground needs before the first choice.
+
+    Args:
+        tabs: Tabs to show; a page without a server has only those whose answers it contains.
+    """
     return {
+        "tabs": [
+            {"name": name, "title": title, "about": about}
+            for name, (title, about) in _TABS.items()
+            if name in tabs
+        ],
         "schedules": [
             {
                 "name": name,
@@ -36,5 +72,5 @@ def offers() -> dict[str, object]:
             for name in SCHEDULE_NAMES
         ],
         "presets": _PRESETS,
-        "palette": palette(),
+        "palettes": {"light": palette(), "dark": palette(is_dark=True)},
     }

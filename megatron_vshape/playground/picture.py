@@ -142,11 +142,11 @@ def _numbers(picture: Picture) -> dict[str, object]:
     }
 
 
-def palette() -> dict[str, object]:
-    """Return the figures' colors by kind, for up to eight chunks per device."""
+def palette(*, is_dark: bool = False) -> dict[str, object]:
+    """Return the colors by kind on a light or dark background, for up to eight chunks per rank."""
     sizes = range(1, 9)
     kinds = (Kind.F, Kind.B, Kind.W)
-    fills = [[[shade(k, c, n) for c in range(n)] for k in kinds] for n in sizes]
+    fills = [[[shade(k, c, n, is_dark=is_dark) for c in range(n)] for k in kinds] for n in sizes]
     return {
         "fills": fills,
         "inks": [[[ink(colour) for colour in row] for row in rows] for rows in fills],
@@ -160,7 +160,7 @@ def size_note(schedule: Schedule) -> str:
         return f"{number:,} {word if number == 1 else plural}"
 
     return (
-        f"{count(schedule.num_devices, 'device', 'devices')}, "
+        f"{count(schedule.num_devices, 'rank', 'ranks')}, "
         f"{count(schedule.num_microbatches, 'microbatch', 'microbatches')}, "
         f"{count(sum(map(len, schedule.order)), 'pass', 'passes')}; "
         f"{placement_text(schedule)}"

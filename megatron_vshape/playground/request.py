@@ -228,7 +228,7 @@ def check_drawn(schedule: Schedule) -> None:
     """Raise ScheduleError if the schedule of a file is too large for the playground."""
     if schedule.num_devices > _MAX_DEVICES:
         raise ScheduleError(
-            f"it is for {schedule.num_devices:,} devices; the page draws up to {_MAX_DEVICES}"
+            f"it is for {schedule.num_devices:,} ranks; the page draws up to {_MAX_DEVICES}"
         )
     if 3 * schedule.num_stages * schedule.num_microbatches > MAX_PASSES:
         raise ScheduleError(f"it has more than the {MAX_PASSES:,} passes that the page draws")
@@ -239,7 +239,7 @@ def _check_passes(devices: int, chunks: int, microbatches: int) -> None:
     if passes > MAX_PASSES:
         raise FieldError(
             "microbatches",
-            f"{devices} devices of {microbatches} microbatches make {passes:,} passes; the page "
+            f"{devices} ranks with {microbatches} microbatches make {passes:,} passes; the page "
             f"draws up to {MAX_PASSES:,}",
         )
 

@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from megatron_vshape.playground.estimate import Estimator, parse_estimate
+from megatron_vshape.playground.estimate import EXAMPLE, Estimator, parse_estimate
 from megatron_vshape.playground.html import static_files
 from megatron_vshape.playground.offers import offers
 from megatron_vshape.playground.request import FieldError, parse_request
@@ -102,7 +102,7 @@ class _Site:
         return Response(content, headers={"content-type": media_type})
 
     async def offers(self, request: HttpRequest) -> Response:
-        return JSONResponse({**offers(), "gpus": dict(self.gpus)})
+        return JSONResponse({**offers(), "gpus": dict(self.gpus), "example": EXAMPLE})
 
     async def make(self, request: HttpRequest) -> Response:
         return await _answered(request, lambda data: self.pool.answer(parse_request(data)))

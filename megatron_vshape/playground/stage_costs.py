@@ -37,8 +37,7 @@ class Pricing:
             raise FieldError(
                 "costs",
                 f"the costs are for {self.measured.num_stages} stages, which cannot be "
-                "distributed over "
-                f"{num_devices} devices",
+                f"distributed over {num_devices} ranks",
             )
         divisors = [
             stages_per_device,

@@ -32,7 +32,7 @@ def step_pictures(block: BuildingBlock, last: Schedule) -> Iterator[Picture]:
     notes = (
         f"The passes of one microbatch. The next one starts T = {block.interval} slots later.",
         "A copy every T slots. No two passes meet, and every lifespan is as the block's.",
-        "Every device drops its redundant idle time; the order of its passes stays.",
+        "Every rank drops its redundant idle time; the order of its passes stays.",
         "Passes move into the idle slots of warm-up and cool-down, within the same memory."
         if last.order != squeezed.order
         else "Nothing to do: no pass of this schedule finds a better place.",

@@ -41,7 +41,7 @@ def table(reports: Sequence[RankReport], gpu: Gpu) -> list[str]:
     rows = [["rank", *names, "peak", "reserved", "model states", "spare"]]
     for report in reports:
         parts = [gib(report.parts[name]) for name in PARTS]
-        spare = _spare_bytes(report, gpu)
+        spare = spare_bytes(report, gpu)
         sizes = report.peak_bytes, report.reserved_bytes, report.held_bytes, spare
         rows.append([str(report.stage), *parts, *map(gib, sizes)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -87,7 +87,7 @@ def _unused_bytes(report: RankReport, gpu: Gpu, headroom_bytes: float) -> float:
     return gpu.allocatable_bytes(report.communicators, headroom_bytes) - needed_bytes(report)
 
 
-def _spare_bytes(report: RankReport, gpu: Gpu) -> float:
+def spare_bytes(report: RankReport, gpu: Gpu) -> float:
     """Estimate the memory that neither the allocator reserves nor CUDA and NCCL need."""
     return gpu.allocatable_bytes(report.communicators, 0.0) - report.reserved_bytes
 
@@ -151,8 +151,8 @@ def format_verdict(reports: Sequence[RankReport], gpu: Gpu, headroom_bytes: floa
             f"May not fit: {text} of {of_gpu}, and leaves less than the headroom of "
             f"{gib(headroom_bytes)} GiB {outside_text}."
         )
-    largest = min(reports, key=lambda report: _spare_bytes(report, gpu))
-    spare, outside = _spare_bytes(largest, gpu), gpu.outside_bytes(largest.communicators)
+    largest = min(reports, key=lambda report: spare_bytes(report, gpu))
+    spare, outside = spare_bytes(largest, gpu), gpu.outside_bytes(largest.communicators)
     text = (
         f"Fits: rank {largest.stage} reserves about {gib(largest.reserved_bytes)} GiB (peak "
         f"{gib(needed_bytes(largest))}) of {of_gpu}"

@@ -245,6 +245,7 @@ def _panels(
             [str(row_number) for row_number in rows],
             color=_QUIET,
         )
+        axes.set_ylabel("rank", size=6.5, color=_QUIET)
     panels[-1].set_xlabel(units.time_label)
     _add_legend(figure, timelines)
     return figure, list(panels)
@@ -405,7 +406,8 @@ def _bars_of_block(block: BuildingBlock) -> list[Bar]:
 
 def _draw_block(axes: Axes, block: BuildingBlock, title: str) -> None:
     """Draw one block, faint repeats behind it, the interval, and lifespans with bounds."""
-    _set_title(axes, title, "lifespans / T bound the stored chunks", pad=12)
+    note = "right: upper bound of the peak in chunks, the sum of ceil(lifespan / T)"
+    _set_title(axes, title, note, pad=12)
     bars, chunks = _bars_of_block(block), chunks_of(block.placement)
     end = max(bar.end for bar in bars)
     axes.set_xlim(0, max(end, _width(axes) / _CELL))
@@ -438,10 +440,10 @@ def _lifespan_notes(block: BuildingBlock) -> list[str]:
             for stage in stages
             for microbatch in range(block.num_microbatches)
         ]
-        text = " + ".join(f"⌈{span}/{block.interval}⌉" for span in spans)
+        text = " + ".join(f"ceil({span}/{block.interval})" for span in spans)
         if chunks_a_stage != 1:
             text = f"{chunks_a_stage} × " + (f"({text})" if len(spans) > 1 else text)
-        notes.append(f"{text} = {float(chunks_a_stage * bounds[device]):.4g}")
+        notes.append(f"≤ {float(chunks_a_stage * bounds[device]):.4g} = {text}")
     return notes
 
 
@@ -451,10 +453,10 @@ def _draw_memory(
     """Draw each device's memory as an area in its row, with the limit as a dashed line."""
     peaks = peak_held(timeline.schedule, costs)
     top = max([*peaks, limit.held if limit else 0.0]) or 1.0  # rows need a height without memory
-    note = f"{units.held_label}, every row as high as {top * units.held_scale:.4g}"
+    note = f"{units.held_label}; height of a row: {top * units.held_scale:.4g}"
     if limit is not None:
         limit_text = limit.held * units.held_scale
-        note = f"{units.held_label}; broken line: {limit_text:.4g}, {plain(limit.label)}"
+        note = f"{units.held_label}; dashed line: {limit_text:.4g}, {plain(limit.label)}"
     _set_title(axes, "Activation memory", note)
     scale, first = (_BOTTOM - _TOP) / top, timeline.first_start
     for device, peak in enumerate(peaks):

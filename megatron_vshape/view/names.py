@@ -47,29 +47,43 @@ def shape_text(schedule: Schedule) -> str:
 HELD_COLOUR = "#6a6699"
 """Memory color of chunk 0: grey, as no pass has it."""
 
-_LIGHTEST = 0.62
-"""Share of white in the shade of the last chunk; dark text is readable on it."""
+_PALEST, _PALEST_ON_DARK = 0.62, 0.46
+"""Share of the background in the shade of the last chunk; text is readable on it."""
 
-_WHITE = 255
+_WHITE, _DARK_BACKGROUND = "#ffffff", "#111315"
+
+_LIFT = 0.22
+"""Share of white in all shades on a dark background."""
 
 
-def shade(kind: Kind, chunk: int, num_chunks: int) -> str:
-    """Return the color `#rrggbb` of a simple pass; later chunks are lighter."""
-    return tint(kind.colour, chunk, num_chunks)
+def shade(kind: Kind, chunk: int, num_chunks: int, *, is_dark: bool = False) -> str:
+    """Return the color `#rrggbb` of a simple pass; later chunks are closer to the background."""
+    if not is_dark:
+        return tint(kind.colour, chunk, num_chunks)
+    share = _PALEST_ON_DARK * chunk / max(num_chunks - 1, 1)
+    return mix(mix(kind.colour, _WHITE, _LIFT), _DARK_BACKGROUND, share)
 
 
 def tint(colour: str, chunk: int, num_chunks: int) -> str:
     """Return the color mixed with white, more for later chunks; chunk 0 has the color itself."""
-    white = _LIGHTEST * chunk / max(num_chunks - 1, 1)
-    levels = _levels(colour)
-    return "#" + "".join(f"{round(level + (_WHITE - level) * white):02x}" for level in levels)
+    return mix(colour, _WHITE, _PALEST * chunk / max(num_chunks - 1, 1))
+
+
+def mix(colour: str, other: str, share: float) -> str:
+    """Return the color with this share of another one."""
+    pairs = zip(_levels(colour), _levels(other), strict=True)
+    return "#" + "".join(f"{round(level + (goal - level) * share):02x}" for level, goal in pairs)
 
 
 def ink(colour: str) -> str:
     """Return the text color, near-black or white, with better contrast on `colour`."""
-    luminance = _luminance(colour)
-    on_white = (1.05) / (luminance + 0.05)  # contrast of white text according to WCAG 2
-    return "#ffffff" if on_white >= 4 else "#1a1a1a"
+    return _WHITE if contrast(colour, _WHITE) >= 4 else "#1a1a1a"
+
+
+def contrast(colour: str, other: str) -> float:
+    """Return the contrast of two colors according to WCAG 2, 1 to 21."""
+    low, high = sorted((_luminance(colour), _luminance(other)))
+    return (high + 0.05) / (low + 0.05)
 
 
 def _levels(colour: str) -> tuple[int, int, int]:
@@ -78,7 +92,7 @@ def _levels(colour: str) -> tuple[int, int, int]:
 
 def _luminance(colour: str) -> float:
     def linear(level: int) -> float:
-        part = level / _WHITE
+        part = level / 255
         return part / 12.92 if part <= 0.04045 else float(((part + 0.055) / 1.055) ** 2.4)
 
     red, green, blue = map(linear, _levels(colour))

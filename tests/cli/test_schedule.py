@@ -219,7 +219,7 @@ def test_measured_costs_reach_figure_and_trace(capsys, tmp_path, costs_file):
     pytest.importorskip("matplotlib", reason=FIGURE_NEEDS)
     files = ["--figure", "a.svg", "--trace", "a.json"]
     printed(capsys, "v-half", *SIZE, "--costs", costs_file, *files)
-    assert "GiB; broken line: 8, peak of 1F1B" in (tmp_path / "a.svg").read_text()
+    assert "GiB; dashed line: 8, peak of 1F1B" in (tmp_path / "a.svg").read_text()
     events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
     assert any(event["ph"] == "C" and event["args"] == {"bytes": 2.0**30} for event in events)
 

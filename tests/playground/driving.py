@@ -8,6 +8,33 @@ LEFT, RIGHT, TOP, ROW = 34, 46, 24, 26
 PATIENCE_MS = 300_000.0
 """Timeout of an answer on a busy machine with two cores."""
 
+_CONTRAST = """() => {
+  const levels = (text) => text.match(/[\\d.]+/g).slice(0, 3).map(Number);
+  const light = (text) => {
+    const [r, g, b] = levels(text).map((v) => v / 255)
+      .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = (node) => {
+    for (let each = node; each; each = each.parentElement) {
+      const colour = getComputedStyle(each).backgroundColor;
+      if (!colour.endsWith(", 0)") && colour !== "transparent") return colour;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  const poor = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const own = [...node.childNodes].some((each) => each.nodeType === 3 && each.data.trim());
+    const apart = node.closest("option, noscript, .skip, .unseen");
+    if (!own || !node.offsetParent || apart) continue;
+    const [a, b] = [light(getComputedStyle(node).color), light(ground(node))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) poor.push(`${node.textContent.slice(0, 30)} ${ratio.toFixed(2)}`);
+  }
+  return poor;
+}"""
+"""Find texts with less contrast than WCAG 2 requires."""
+
 
 def load(page: Any, server: str, state: str = "") -> None:
     page.goto("about:blank")
@@ -56,6 +83,12 @@ def wait_for_url(page: Any, part: str, is_present: bool = True) -> None:
 def wait_for_other_url(page: Any, old_hash: str) -> None:
     test = "(before) => location.hash !== before"
     page.wait_for_function(test, arg=old_hash, timeout=PATIENCE_MS)
+
+
+def unreadable_texts(page: Any) -> list[str]:
+    """Return the beginnings of texts with little contrast to their background."""
+    texts: list[str] = page.evaluate(_CONTRAST)
+    return texts
 
 
 def picture(page: Any) -> str:

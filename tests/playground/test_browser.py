@@ -21,6 +21,7 @@ from playground.driving import (
     picture,
     pixels,
     settled,
+    unreadable_texts,
     url,
     wait_for_other_url,
     wait_for_url,
@@ -42,14 +43,15 @@ def x_of(time: float, timeline: Timeline, width: float) -> float:
     return LEFT + time / timeline.makespan * (width - LEFT - RIGHT)
 
 
+@pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["v-half", "1f1b", "zb-h1", "interleaved-1f1b"])
-def test_every_pass_and_every_bubble_is_drawn(page, server, name):
+def test_every_pass_and_every_bubble_is_drawn(page, server, name, theme):
     schedule = make(name, 4, 8)
-    load(page, server, f"d=4&m=8&s={name}&t=light")
-    check_drawn(page, simulate(schedule))
+    load(page, server, f"d=4&m=8&s={name}&t={theme}")
+    check_drawn(page, simulate(schedule), is_dark=theme == "dark")
 
 
-def check_drawn(page: Any, timeline: Timeline) -> None:
+def check_drawn(page: Any, timeline: Timeline, *, is_dark: bool = False) -> None:
     """Check the color of every pass and bubble in a picture of four devices."""
     schedule = timeline.schedule
     width = canvas(page)["width"]
@@ -63,13 +65,15 @@ def check_drawn(page: Any, timeline: Timeline) -> None:
             kinds = (Kind.B, Kind.W) if work.kind is Kind.BW else (work.kind,)
             for kind, offset in zip(kinds, (4, 20), strict=False):
                 points.append((x, y + offset))
-                expected.append(shade(kind, chunks[work.stage], count))
+                expected.append(shade(kind, chunks[work.stage], count, is_dark=is_dark))
             left, right = (x_of(time, timeline, width) for time in (idle_start, start))
             if right - left > 4:  # a narrower one shares its pixels with its neighbours
                 idle.append(((left + right) / 2, y + 12))
             idle_start = end
     assert pixels(page, points) == expected
-    colours = {shade(kind, chunk, count) for kind in PARTS for chunk in range(count)}
+    colours = {
+        shade(kind, chunk, count, is_dark=is_dark) for kind in PARTS for chunk in range(count)
+    }
     assert colours.isdisjoint(pixels(page, idle))
     assert len(idle) > 3
 
@@ -84,7 +88,7 @@ def test_a_plan_of_four_stages_a_device_is_drawn(page, server):
     load(page, server, "d=4&m=8&c=1,1.15,0.85,0.05&s=plan:6:&t=light")
     check_drawn(page, simulate(schedule, costs))
     assert page.inner_text("figcaption p").endswith("4 chunks per rank, looping")
-    assert "dark: chunk 0, light: chunk 3" in page.inner_text("#bar")
+    assert "swatches: chunk 0 left, chunk 3 right" in page.inner_text("#bar")
     assert len(page.query_selector_all(".legend svg")[0].query_selector_all("rect")) == 4
     file = "plan-within-6-chunks-d4-m8.json"
     assert page.inner_text("#command-train").startswith(f"--pipeline-schedule {file} ")
@@ -176,10 +180,10 @@ def test_files_are_opened(page, server, tmp_path):
     settled(page)
     page.set_input_files("#file", str(opened_file))
     settled(page)
-    assert page.inner_text("figcaption p").startswith("3 devices, 4 microbatches")
+    assert page.inner_text("figcaption p").startswith("3 ranks, 4 microbatches")
     second_page = page.context.new_page()
     load(second_page, server, url(page)[1:])
-    assert second_page.inner_text("figcaption p").startswith("3 devices, 4 microbatches")
+    assert second_page.inner_text("figcaption p").startswith("3 ranks, 4 microbatches")
     second_page.close()
     invalid_file = tmp_path / "nothing.json"
     invalid_file.write_text("{}")
@@ -239,7 +243,7 @@ def test_by_keyboard_alone(page, server):
     page.keyboard.press("ArrowRight")
     assert page.inner_text("p.unseen").startswith("F0.1: forward of microbatch 1")
     page.keyboard.press("ArrowDown")
-    assert "device 1" in page.inner_text("p.unseen")
+    assert "rank 1" in page.inner_text("p.unseen")
     page.keyboard.press("Enter")
     wait_for_url(page, "f=")
     page.keyboard.press("Escape")
@@ -292,8 +296,19 @@ def test_the_four_steps(page, server):
         wait_for_url(page, f"step={step}")
 
 
+def test_first_page_compares_v_half_with_1f1b(page, server):
+    load(page, server)
+    assert page.get_attribute("#tabs button >> nth=0", "id") == "tab-compare"
+    assert page.get_attribute("#tab-compare", "aria-selected") == "true"
+    rows = [row.inner_text().split("\t")[0] for row in page.query_selector_all(".facts tbody tr")]
+    assert rows == ["V-Half", "1F1B"]
+    page.set_viewport_size({"width": 1280, "height": 900})
+    second = canvas(page, 1)
+    assert second["y"] + TOP + 4 * ROW < 900  # both are visible without scrolling
+
+
 def test_compare_up_to_six(page, server):
-    load(page, server, "tab=compare&d=4&m=8")
+    load(page, server, "tab=compare&d=4&m=8&s=v-half")
     for count in range(2, 7):
         page.click("text=+ Add to compare")
         settled(page)
@@ -357,37 +372,10 @@ def test_layout_fits_narrow_and_wide_windows_in_both_themes(page, server, tab, t
     page.set_viewport_size({"width": 1280, "height": 900})
 
 
-CONTRAST = """() => {
-  const levels = (text) => text.match(/[\\d.]+/g).slice(0, 3).map(Number);
-  const light = (text) => {
-    const [r, g, b] = levels(text).map((v) => v / 255)
-      .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const ground = (node) => {
-    for (let each = node; each; each = each.parentElement) {
-      const colour = getComputedStyle(each).backgroundColor;
-      if (!colour.endsWith(", 0)") && colour !== "transparent") return colour;
-    }
-    return "rgb(255, 255, 255)";
-  };
-  const poor = [];
-  for (const node of document.querySelectorAll("body *")) {
-    const own = [...node.childNodes].some((each) => each.nodeType === 3 && each.data.trim());
-    const apart = node.closest("svg, option, noscript, .skip, .unseen");
-    if (!own || !node.offsetParent || apart) continue;
-    const [a, b] = [light(getComputedStyle(node).color), light(ground(node))];
-    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-    if (ratio < 4.5) poor.push(`${node.textContent.slice(0, 30)} ${ratio.toFixed(2)}`);
-  }
-  return poor;
-}"""
-
-
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_texts_are_readable(page, server, theme):
     load(page, server, f"d=4&m=8&s=v-half~v-min&t={theme}&f=2")
-    assert page.evaluate(CONTRAST) == []
+    assert unreadable_texts(page) == []
 
 
 def test_html_file_works_without_a_server(page, tmp_path):
@@ -400,6 +388,7 @@ def test_html_file_works_without_a_server(page, tmp_path):
     page.goto(path.as_uri())
     settled(page)
     assert numbers(page)["Makespan"] == f"{simulate(schedule).makespan:g}"
+    assert page.inner_text("#tabs").split("\n") == ["Timeline", "Four steps"]
     page.click("#tab-steps")
     settled(page)
     assert len(page.query_selector_all("canvas.track")) == 4

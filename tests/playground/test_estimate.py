@@ -14,6 +14,7 @@ from playground.answers import frames
 from megatron_vshape.cli.files import is_installed
 from megatron_vshape.cli.pasted import safe_words
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.playground.estimate import EXAMPLE, parse_estimate
 from megatron_vshape.rehearsal.gpus import GPUS
 
 SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --micro-batch-size 1"
@@ -61,10 +62,35 @@ def test_estimate_has_memory_parts_verdict_and_step_time(client: Any) -> None:
     parts = {"weights", "gradients", "optimizer", "activations", "logits", "rest"}
     assert set(rank["parts"]) == parts
     assert sum(rank["parts"].values()) == pytest.approx(rank["peak_bytes"], rel=0.01)
+    assert rank["reserved_bytes"] >= rank["peak_bytes"]
     assert report["gpu_memory_bytes"] == GPUS["h100"].memory_bytes
     assert report["step_s"] > 0
     assert report["verdict"].startswith("Fits: rank 0")
+    assert f"; {rank['spare_bytes'] / 2**30:.1f} GiB are spare" in report["verdict"]
+    assert report["run"].startswith("Megatron's own schedule, TP 1 x PP 1 x CP 1 x DP 2: 2 H100")
     assert report["remedies"] == []
+
+
+def test_vocabulary_size_is_requested_and_used(client: Any) -> None:
+    if not (is_installed("torch") and is_installed("megatron.training")):
+        pytest.skip("Megatron is not installed")
+    command = f"{GPT} --tokenizer-type HuggingFaceTokenizer --tokenizer-model an/example"
+    kind, error = estimated(client, command=command)[-1]
+    assert (kind, error["field"]) == ("E", "vocabulary")
+    assert error["text"].endswith("enter the vocabulary size")
+    kind, report = estimated(client, command=command, vocabulary=64_000)[-1]
+    assert kind == "R", report
+    embedding_bytes = 2 * 64_000 * 32  # bf16
+    assert report["ranks"][0]["parts"]["weights"] > embedding_bytes
+
+
+def test_example_has_all_fields_and_names_no_file() -> None:
+    entries = {**EXAMPLE, "number": None, "vocabulary": int(EXAMPLE["vocabulary"])}
+    request = parse_estimate(entries, {name: gpu.memory_bytes for name, gpu in GPUS.items()})
+    assert request.options() == ["--gpu", "h100", "--vocabulary", "128256"]
+    words = safe_words(request.command)
+    assert words[words.index("--nnodes") + 1] == "4"
+    assert "--untie-embeddings-and-output-weights" in words
 
 
 def test_an_error_is_one_message(client: Any) -> None:
@@ -85,6 +111,8 @@ def test_an_error_is_one_message(client: Any) -> None:
         ("number", 0),
         ("number", "8"),
         ("number", True),
+        ("vocabulary", -1),
+        ("vocabulary", "128k"),
     ],
 )
 def test_invalid_field_is_rejected(client: Any, field: str, value: object) -> None:

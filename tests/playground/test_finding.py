@@ -70,7 +70,7 @@ def test_time_range_is_measured_with_the_mouse(page, server):
     shares = [100 * time / 60 for time in work_by_kind.values()]
     idle = 100 - sum(shares)
     assert measured(page) == (
-        "15 passes, from 10 to 25. Of the devices' time: "
+        "15 passes, from 10 to 25. Of the ranks' time: "
         f"idle {idle:.1f} %, forward {shares[0]:.1f} %, input gradient {shares[1]:.1f} %, "
         f"weight gradient {shares[2]:.1f} %."
     )

@@ -33,6 +33,10 @@ def data_in(page: str) -> dict:
     return json.loads(match[1])
 
 
+def tabs_in(page: str) -> list[str]:
+    return [tab["name"] for tab in data_in(page)["offers"]["tabs"]]
+
+
 def unpacked(text: str) -> bytes:
     return zlib.decompress(base64.b64decode(text))
 
@@ -78,6 +82,11 @@ def test_changed_schedule_has_no_steps():
     schedule = make("v-half", 4, 8)
     renamed = Schedule("v-min", 4, 8, schedule.placement, schedule.order)
     assert "steps" not in data_in(text_of(renamed))["answers"]
+    assert tabs_in(text_of(renamed)) == ["timeline"]
+
+
+def test_tabs_that_need_a_server_are_hidden():
+    assert tabs_in(page_of("v-half")) == ["timeline", "steps"]
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_a_click_right_after_a_number_counts(page, server, target, part):
     settled(page)
     assert "d=5" in url(page)
     assert page.input_value("#in-devices") == "5"
-    assert page.inner_text("figcaption p >> nth=0").startswith("5 devices")
+    assert page.inner_text("figcaption p >> nth=0").startswith("5 ranks")
 
 
 def test_focus_stays_on_the_pressed_control(page, server):
@@ -161,9 +161,9 @@ def test_back_leads_to_the_state_before_a_pasted_address(page, server):
     page.keyboard.press("Tab")
     wait_for_url(page, "d=5&m=10")
     page.evaluate("location.hash = 'd=4&m=8'")
-    page.wait_for_selector("figcaption p >> text=4 devices, 8 microbatches")
+    page.wait_for_selector("figcaption p >> text=4 ranks, 8 microbatches")
     page.go_back()
-    page.wait_for_selector("figcaption p >> text=5 devices, 10 microbatches")
+    page.wait_for_selector("figcaption p >> text=5 ranks, 10 microbatches")
 
 
 def test_selected_schedule_stays_selected(page, server, tmp_path):
@@ -212,7 +212,7 @@ def test_invalid_file_among_valid_ones_is_reported(page, server, tmp_path):
     good.write_text(make("1f1b", 2, 4).to_csv())
     load(page, server, "d=4&m=8")
     page.set_input_files("#file", [str(bad), str(good)])
-    page.wait_for_selector("figcaption p >> text=2 devices, 4 microbatches")
+    page.wait_for_selector("figcaption p >> text=2 ranks, 4 microbatches")
     settled(page)
     assert page.inner_text("#wrong-file") == "bad.json: not a schedule or costs file."
     typed(page, "devices", "5")

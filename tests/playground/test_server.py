@@ -122,7 +122,7 @@ def test_file_with_too_many_devices_is_rejected(client):
     text = make("1f1b", 257, 1).to_csv()
     file = {"name": "wide.csv", "text": text}
     error = refusal(client, request(schedule={"source": "file", "file": file}))
-    assert error["text"] == "wide.csv: it is for 257 devices; the page draws up to 256"
+    assert error["text"] == "wide.csv: it is for 257 ranks; the page draws up to 256"
 
 
 def test_schedule_and_trace_files_are_returned(client):

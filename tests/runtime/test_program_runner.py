@@ -152,7 +152,7 @@ def test_errors_name_stage_microbatch_and_pass() -> None:
     with pytest.raises(ZeroDivisionError, match="by whom") as error:
         run_program(program, 0, {0: NoStage(), 1: Broken()}, NoCarrier(), place=place)
     assert error.value.__notes__ == [
-        "device 0 raised this in BW1.0, the whole backward pass of stage 1 for microbatch 0"
+        "device 0 raised this in BW1.0, the full backward pass of stage 1 for microbatch 0"
     ]
     assert place.instruction == Run(Pass(Kind.BW, 1, 0))
     run_program(program, 0, {0: NoStage(), 1: NoStage()}, NoCarrier(), place=place)

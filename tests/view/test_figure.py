@@ -94,17 +94,18 @@ def test_shades_distinguish_several_chunks(tmp_path):
 
 def test_figure_has_title_legend_and_units(tmp_path):
     figure = schedule_figure(
-        simulate(make("v-zb", 4, 8)), note="bubble 5.9 %", limit=Limit(8.0, "as 1F1B holds")
+        simulate(make("v-zb", 4, 8)), note="bubble 5.9 %", limit=Limit(8.0, "peak of 1F1B")
     )
     texts = draw(tmp_path, figure).texts
     assert "V-ZB" in texts
     assert "bubble 5.9 %" in texts
-    assert "chunks; broken line: 8, as 1F1B holds" in texts
+    assert "chunks; dashed line: 8, peak of 1F1B" in texts
     assert "time, in passes of one chunk" in texts
+    assert texts.count("rank") == 2  # beside the passes and the memory
     assert {"forward", "input gradient", "weight gradient"} <= set(texts)
-    assert "whole backward" not in texts
+    assert "full backward" not in texts
     texts_1f1b = draw(tmp_path, schedule_figure(simulate(make("1f1b", 4, 8)))).texts
-    assert "whole backward" in texts_1f1b
+    assert "full backward" in texts_1f1b
     assert "weight gradient" not in texts_1f1b
 
 
@@ -122,7 +123,7 @@ def test_costs_in_bytes_are_shown_in_gib(tmp_path):
     timeline = simulate(make("v-half", 4, 8), costs)
     texts = draw(tmp_path, schedule_figure(timeline, costs, units=MILLISECONDS_AND_GIB)).texts
     assert "time, ms" in texts
-    assert any(text.startswith("GiB, every row as high as 6") for text in texts)
+    assert any(text.startswith("GiB; height of a row: 6") for text in texts)
 
 
 def test_comparison_has_all_passes_and_one_axis(tmp_path):
@@ -200,7 +201,7 @@ def test_large_figure_is_fast_and_small(tmp_path):
 def test_a_block_is_drawn_with_its_interval_and_lifespans(tmp_path, block: BuildingBlock):
     picture = draw(tmp_path, schedule_figure(simulate(make("v-half", 4, 8)), block=block))
     assert "T = 6" in picture.texts
-    assert "⌈27/6⌉ + ⌈6/6⌉ = 6" in picture.texts
+    assert "≤ 6 = ceil(27/6) + ceil(6/6)" in picture.texts
     plain = draw(tmp_path, schedule_figure(simulate(make("v-half", 4, 8))))
     drawn = picture.boxes("passes-.*") - plain.boxes("passes-.*")
     assert drawn == len(block.passes) == 24

@@ -270,8 +270,8 @@ Kind.W = define(
 )
 Kind.BW = define(
     "BW",
-    label="whole backward",
-    words="the whole backward pass",
+    label="full backward",
+    words="the full backward pass",
     method="backward",
     # Without B's `follows`: rules for the row use the parts in `does`.
     reads=Kind.B.reads,

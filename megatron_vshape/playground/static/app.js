@@ -59,6 +59,8 @@ function showWrong({ field = "", message }) {
 /** Display the state in the address, if it has changed. */
 async function showUrl() {
   if (!(await readUrl())) return;
+  const { tabs } = app.offers;
+  if (!tabs.some(({ name }) => name === app.state.tab)) app.state.tab = tabs[0].name;
   if (app.embedded) keepToEmbedded(app.state);
   dressAll();
   await render();
@@ -68,7 +70,6 @@ async function showUrl() {
 function keepToEmbedded(state) {
   const { devices, microbatches, name } = app.embedded.state;
   Object.assign(state, { devices, microbatches, entries: [{ source: "name", name }], active: 0 });
-  if (state.tab !== "estimate" && !app.embedded.has(state.tab)) state.tab = "timeline";
 }
 
 /** Load the choices; return whether that succeeded. */
@@ -87,7 +88,6 @@ async function start() {
   connect({ render, redraw: redrawAll, dress: dressAll, open: openFiles });
   if (!(await load())) return;
   if (app.embedded) byId("controls").remove();
-  shared.palette = app.offers.palette;
   byId("controls")?.addEventListener("submit", (event) => event.preventDefault());
   byId("theme").addEventListener("click", () => change({ theme: nextTheme(app.state.theme) }));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", dressAll);

@@ -7,7 +7,7 @@ const LEGEND = [
   { of: [0], parts: [0], name: "forward" },
   { of: [1], parts: [1], name: "input gradient" },
   { of: [2], parts: [2], name: "weight gradient" },
-  { of: [3], parts: [1, 2], name: "whole backward" },
+  { of: [3], parts: [1, 2], name: "full backward" },
 ];
 
 /** Return the elements of the tool bar. */
@@ -78,6 +78,6 @@ function legend(chunkCount, kinds, palette) {
     );
   const entries = LEGEND.filter(({ of }) => of.some((kind) => kinds.has(kind))).map(({ parts, name }) =>
     element("span", {}, swatch(parts.map((part) => fills[part])), name));
-  const note = chunkCount > 1 ? [element("span", {}, `dark: chunk 0, light: chunk ${chunkCount - 1}`)] : [];
+  const note = chunkCount > 1 ? [element("span", {}, `swatches: chunk 0 left, chunk ${chunkCount - 1} right`)] : [];
   return element("span", { class: "legend" }, ...entries, element("span", {}, element("i", { class: "hatched" }), "bubble"), ...note);
 }

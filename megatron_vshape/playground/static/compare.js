@@ -30,7 +30,7 @@ export async function showCompared(signal) {
   const units = shared.unitsOf(found[0]);
   refill(byId("lead"), factsTable(found, units, app.state.gibPerChunk));
   byId("numbers").replaceChildren();
-  const high = Math.max(96, 560 / found.length);
+  const high = Math.max(96, 280 / found.length); // two schedules fit into a window of 900 pixels
   const layout = { withHeld: found.length < 4, high, heldHigh: high * 0.7, heldMost: highestOf(found) };
   setPictures(found.map(captioned), layout);
   drawShare(null, null);

@@ -15,7 +15,6 @@ export async function embeddedPage() {
   return {
     offers: data.offers,
     state: data.state,
-    has: (tab) => answers.has(tab),
     answer: (want) => answers.get(want),
     hasText: (want) => want in data.texts,
     text: async (want) => new TextDecoder().decode(await unpacked(data.texts[want])),

@@ -5,20 +5,6 @@ import { fileCosts } from "./form.js";
 import { app, change, showAgain } from "./page.js";
 import { MOST_ENTRIES } from "./state.js";
 
-const TAB_TITLES = {
-  timeline: "Timeline",
-  steps: "Four steps",
-  compare: "Compare",
-  estimate: "Estimate",
-};
-
-const ABOUT = {
-  timeline: "Each row is a device with its forward (F), input-gradient (B) and weight-gradient (W) passes; hatched time is idle. The curves below show its activation memory.",
-  steps: "The four steps of the paper: a building block, repeated for every microbatch, squeezed, and reordered to fill idle time.",
-  compare: "Schedules on one time axis: a shorter timeline is a faster step, a lower purple curve is less memory.",
-  estimate: "Peak memory per rank and step time of a training command, estimated by megatron-vshape rehearse on this machine, without a GPU. The script of the command is not executed, and no file that the command names is read.",
-};
-
 /** Load the user's files; their keys identify schedules and costs. */
 export async function openFiles(files) {
   const wrong = [];
@@ -53,25 +39,25 @@ function addEntry(entry) {
 
 /** Draw the tabs. */
 export function drawTabs() {
-  const tabs = Object.entries(TAB_TITLES).filter(([tab]) => tab === "estimate" || !app.embedded || app.embedded.has(tab));
-  const made = tabs.map(([tab, title]) => {
-    const selected = app.state.tab === tab;
-    const open = () => change({ tab, follow: null, window: null, range: null, ...exampleOf(tab) });
+  const { tabs } = app.offers;
+  const buttons = tabs.map(({ name, title }) => {
+    const selected = app.state.tab === name;
+    const open = () => change({ tab: name, follow: null, window: null, range: null, ...exampleOf(name) });
     const act = { click: open, keydown: stepTabs };
     return element(
       "button",
-      { type: "button", role: "tab", id: `tab-${tab}`, "aria-controls": "stage", "aria-selected": String(selected), tabindex: selected ? 0 : -1, ...act },
+      { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "stage", "aria-selected": String(selected), tabindex: selected ? 0 : -1, ...act },
       title,
     );
   });
-  refill(byId("tabs"), ...(made.length > 1 ? made : []));
-  byId("about").textContent = ABOUT[app.state.tab];
+  refill(byId("tabs"), ...(buttons.length > 1 ? buttons : []));
+  byId("about").textContent = tabs.find(({ name }) => name === app.state.tab).about;
 }
 
 /** Return the default schedules to compare with. */
 function exampleOf(tab) {
   const { entries } = app.state;
-  return tab === "compare" && entries.length === 1 && !app.embedded ? { entries: [...entries, nextEntry()] } : {};
+  return tab === "compare" && entries.length === 1 ? { entries: [...entries, nextEntry()] } : {};
 }
 
 function stepTabs(event) {

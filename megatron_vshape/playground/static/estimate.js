@@ -3,6 +3,7 @@
 import { Refusal, makeEstimate } from "./api.js";
 import { withProgress } from "./asking.js";
 import { byId, decimal, element, refill } from "./dom.js";
+import { numberCard, table } from "./numbers.js";
 import { app, showAgain } from "./page.js";
 import { clearPictures } from "./pictures.js";
 
@@ -15,141 +16,131 @@ const PARTS = {
   logits: "Logits",
   rest: "Other",
 };
-const EXAMPLE = "torchrun ... pretrain_gpt.py --num-layers 32 --hidden-size 4096 --pipeline-model-parallel-size 4 ...";
-const LEFT = 62; // of the bars, in units of the picture
-const RIGHT = 760;
-const ROW = 26;
+const OUTSIDE = { cached: "Reserved, not allocated", outside: "CUDA and NCCL", spare: "Spare" };
 
 // Not in the address: a command can be long and private.
-const entered = { command: "", gpu: "h100", number: "", isRequested: false, answer: null };
+const entered = { command: "", gpu: "h100", number: "", vocabulary: "" };
+const last = { isRequested: false, answer: null };
 
 /** Show the form and the last estimate; request a new one after the button was pressed. */
 export async function showEstimate(signal) {
-  const gpus = app.offers.gpus ?? {};
   clearPictures();
-  if (!Object.keys(gpus).length) {
-    const text = "Estimates need a playground of this machine: run megatron-vshape playground and open the printed address.";
-    refill(byId("lead"), element("p", {}, text));
-    return null;
-  }
-  refill(byId("lead"), form(gpus));
-  if (entered.isRequested) {
-    Object.assign(entered, { isRequested: false, answer: null });
-    const { command, gpu, number } = entered;
-    const request = { command, gpu, number: number.trim() ? Number(number) : null };
+  refill(byId("lead"), form(app.offers));
+  if (last.isRequested) {
+    Object.assign(last, { isRequested: false, answer: null });
+    const count = (text) => (text.trim() ? Number(text) : null);
+    const request = { ...entered, number: count(entered.number), vocabulary: count(entered.vocabulary) };
     try {
-      entered.answer = await withProgress((onProgress) => makeEstimate(request, { signal, onProgress }));
+      last.answer = await withProgress((onProgress) => makeEstimate(request, { signal, onProgress }));
     } catch (error) {
       if (!(error instanceof Refusal)) throw error;
       byId(`estimate-${error.field}`)?.setAttribute("aria-invalid", "true");
       return error;
     }
   }
-  if (entered.answer && !signal.aborted) showAnswer(entered.answer);
+  if (last.answer && !signal.aborted) showAnswer(last.answer);
   return null;
 }
 
-function form(gpus) {
-  const keep = (name) => (event) => {
-    entered[name] = event.target.value;
-  };
+function form({ gpus, example }) {
   const request = (event) => {
     event.preventDefault();
-    entered.isRequested = true;
+    last.isRequested = true;
     showAgain();
   };
+  const tryExample = (event) => {
+    Object.assign(entered, example);
+    request(event);
+  };
   const submit = (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && request(event);
-  const attributes = { id: "estimate-command", rows: 7, spellcheck: "false", required: true, placeholder: EXAMPLE };
-  const text = element("textarea", { ...attributes, input: keep("command"), keydown: submit });
-  text.value = entered.command;
+  const field = (tag, name, title, attributes, ...children) => {
+    const keep = (event) => {
+      entered[name] = event.target.value;
+    };
+    const input = element(tag, { id: `estimate-${name}`, input: keep, ...attributes }, ...children);
+    input.value = entered[name];
+    return element("label", { class: "field" }, element("span", {}, title), input);
+  };
   const options = Object.entries(gpus).map(([name, bytes]) =>
-    element("option", { value: name, selected: name === entered.gpu }, `${name.toUpperCase()}, ${gib(bytes)} GiB`),
+    element("option", { value: name }, `${name.toUpperCase()}, ${gib(bytes)} GiB`),
   );
-  const number = element("input", { type: "text", id: "estimate-number", inputmode: "numeric", placeholder: "minimum", value: entered.number, input: keep("number") });
+  const count = { type: "text", inputmode: "numeric", placeholder: "from the command" };
+  const text = { rows: 7, spellcheck: "false", required: true, keydown: submit };
+  text.placeholder = "torchrun ... pretrain_gpt.py --num-layers 32 --hidden-size 4096 --pipeline-model-parallel-size 4 ...";
   return element(
     "form",
     { id: "estimate", submit: request, autocomplete: "off" },
-    field("Training command with its flags", text),
+    field("textarea", "command", "Training command with its flags", text),
     element(
       "div",
       { class: "row" },
-      field("GPU", element("select", { id: "estimate-gpu", change: keep("gpu") }, ...options)),
-      field("Number of GPUs", number),
+      field("select", "gpu", "GPU", {}, ...options),
+      field("input", "number", "Number of GPUs", count),
+      field("input", "vocabulary", "Vocabulary size", count),
       element("button", { type: "submit", class: "button main", id: "estimate-run" }, "Estimate"),
+      element("button", { type: "button", class: "button", id: "estimate-example", click: tryExample }, "Try Llama 3 8B"),
     ),
   );
 }
 
-function field(title, input) {
-  return element("label", { class: "field" }, element("span", {}, title), input);
-}
-
 function showAnswer(answer) {
-  const peaks = answer.ranks.map((rank) => rank.peak_bytes);
-  const memory = answer.gpu_memory_bytes;
+  const { ranks, gpu_memory_bytes: memory } = answer;
+  const largest = ranks.reduce((a, b) => (b.peak_bytes > a.peak_bytes ? b : a));
+  const tightest = ranks.reduce((a, b) => (b.spare_bytes < a.spare_bytes ? b : a));
   byId("numbers").replaceChildren(
-    card("Step time", `${decimal(answer.step_s, 2)} s`, answer.step_estimate),
-    card("Largest peak", `${gib(Math.max(...peaks))} GiB`, `allocated; rank ${answer.ranks[peaks.indexOf(Math.max(...peaks))].rank}`),
-    card("Free on that rank", `${gib(memory - Math.max(...peaks))} GiB`, `of ${gib(memory)} GiB, ${answer.gpu.toUpperCase()}`),
+    numberCard("Step time", `${decimal(answer.step_s, 2)} s`, answer.step_estimate),
+    numberCard("Largest peak", `${gib(largest.peak_bytes)} GiB`, `allocated; rank ${largest.rank}`),
+    numberCard("Spare", `${gib(tightest.spare_bytes)} GiB`, `of ${gib(memory)} GiB; rank ${tightest.rank}`),
   );
+  const head = ["Rank", ...Object.values(PARTS), "Peak", "Reserved", "Spare"];
+  const rows = ranks.map((rank) => {
+    const sizes = [...Object.keys(PARTS).map((name) => rank.parts[name]), rank.peak_bytes, rank.reserved_bytes, rank.spare_bytes];
+    return [String(rank.rank), ...sizes.map((bytes) => element("td", {}, gib(bytes)))];
+  });
   byId("pictures").replaceChildren(
     element(
       "figure",
       {},
       element("p", { id: "verdict" }, answer.verdict),
-      ...answer.remedies.map((text) => element("p", { class: "remedy" }, text)),
-      bars(answer.ranks, memory, answer.gpu),
-      partLegend(),
-      table(answer.ranks, memory),
+      ...[...answer.remedies, `${answer.run}.`].map((text) => element("p", { class: "remedy" }, text)),
+      ...bars(ranks, memory, answer.gpu.toUpperCase()),
+      table(head, rows, "Memory by rank, GiB"),
     ),
   );
 }
 
-function card(term, value, note) {
-  return element("div", {}, element("dt", {}, term), element("dd", {}, value, element("small", {}, note)));
-}
-
-/** Draw a bar per rank, with a line at the memory of the GPU. */
+/** Draw a bar per rank, with a line at the memory of the GPU, and the legend. */
 function bars(ranks, memory, gpu) {
-  const most = Math.max(memory, ...ranks.map((rank) => rank.peak_bytes));
-  const x = (bytes) => LEFT + (bytes / most) * (RIGHT - LEFT);
-  const height = ranks.length * ROW + 24;
-  const rows = ranks.flatMap(({ rank, parts, peak_bytes: peak }, at) => {
-    const top = 20 + at * ROW;
-    const box = (from, to, name, title) =>
-      element("rect", { class: `part-${name}`, x: x(from), y: top, width: Math.max(x(to) - x(from), 0), height: ROW - 6 }, element("title", {}, title));
-    let sum = 0;
-    const boxes = Object.entries(PARTS).map(([name, title]) => {
-      const from = sum;
-      sum += parts[name];
-      return box(from, sum, name, `Rank ${rank}: ${title} ${gib(parts[name])} GiB`);
+  const whole = Math.max(...ranks.map((rank) => Math.max(memory, memory - rank.spare_bytes)));
+  const bar = (rank) => {
+    const outside = memory - rank.reserved_bytes - rank.spare_bytes;
+    const sizes = { ...rank.parts, cached: rank.reserved_bytes - rank.peak_bytes, outside, spare: rank.spare_bytes };
+    let end = 0;
+    const boxes = Object.entries({ ...PARTS, ...OUTSIDE }).map(([name, title]) => {
+      const width = Math.max(sizes[name], 0) / whole;
+      end += width;
+      const label = element("title", {}, `Rank ${rank.rank}: ${title} ${gib(sizes[name])} GiB`);
+      return element("rect", { class: `part-${name}`, x: end - width, width, height: 1 }, label);
     });
-    if (peak < memory) boxes.push(box(peak, memory, "free", `Rank ${rank}: free ${gib(memory - peak)} GiB`));
-    const text = element("text", { x: RIGHT + 10, y: top + 15 }, `${gib(peak)} GiB`);
-    return [element("text", { x: 0, y: top + 15 }, `Rank ${rank}`), ...boxes, text];
-  });
-  const end = x(memory);
-  const line = element("path", { class: "gpu-memory", d: `M${end} 16V${height}` });
-  const label = element("text", { x: end, y: 11, "text-anchor": "end" }, `${gib(memory)} GiB of the ${gpu.toUpperCase()}`);
+    const limit = element("path", { class: "gpu-memory", d: `M${memory / whole} 0V1` });
+    return element("svg", { viewBox: "0 0 1 1", preserveAspectRatio: "none" }, ...boxes, limit);
+  };
+  const rows = ranks.flatMap((rank) => [
+    element("span", {}, `Rank ${rank.rank}`),
+    bar(rank),
+    element("span", {}, `${gib(rank.peak_bytes)} GiB`),
+  ]);
+  const swatch = (shape) => element("svg", { width: 11, height: 11, "aria-hidden": "true" }, shape);
+  const items = Object.entries({ ...PARTS, ...OUTSIDE }).map(([name, title]) =>
+    element("span", {}, swatch(element("rect", { class: `part-${name}`, width: 11, height: 11 })), title),
+  );
+  const limit = element("path", { class: "gpu-memory", d: "M5 0V11" });
+  items.push(element("span", {}, swatch(limit), `${gib(memory)} GiB of the ${gpu}`));
   const about = "Memory by pipeline rank; the table below contains the numbers";
-  return element("svg", { class: "chart", viewBox: `0 0 840 ${height}`, role: "img", "aria-label": about }, ...rows, line, label);
-}
-
-function partLegend() {
-  const swatch = (name) => element("svg", { width: 11, height: 11, "aria-hidden": "true" }, element("rect", { class: `part-${name}`, width: 11, height: 11 }));
-  const items = Object.entries({ ...PARTS, free: "Free" });
-  return element("div", { class: "legend" }, ...items.map(([name, title]) => element("span", {}, swatch(name), title)));
-}
-
-function table(ranks, memory) {
-  const head = ["Rank", ...Object.values(PARTS), "Peak, GiB", "Free, GiB"];
-  const rows = ranks.map(({ rank, parts, peak_bytes: peak }) => {
-    const cells = [...Object.keys(PARTS).map((name) => parts[name]), peak, memory - peak];
-    return element("tr", {}, element("th", { scope: "row" }, String(rank)), ...cells.map((bytes) => element("td", {}, gib(bytes))));
-  });
-  const heading = element("tr", {}, ...head.map((title) => element("th", { scope: "col" }, title)));
-  const made = element("table", { class: "facts" }, element("thead", {}, heading), element("tbody", {}, ...rows));
-  return element("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Memory by rank, GiB" }, made);
+  return [
+    element("div", { class: "bars", role: "img", "aria-label": about }, ...rows),
+    element("div", { class: "legend" }, ...items),
+  ];
 }
 
 function gib(bytes) {

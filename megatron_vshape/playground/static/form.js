@@ -51,7 +51,7 @@ function scheduleFields(state, offers, change) {
   if (entry.source === PLAN) group.append(...planFields(entry, edit));
   const known = offers.schedules.find(({ name }) => name === entry.name);
   if (entry.source === "name" && known?.has_chunks) {
-    group.append(input("chunks", "Stages per device", entry.chunks, (chunks) => edit({ chunks }), "2"));
+    group.append(input("chunks", "Stages per rank", entry.chunks, (chunks) => edit({ chunks }), "2"));
   }
   return group;
 }
@@ -97,8 +97,8 @@ function planFields(entry, edit) {
       input("seconds", "Seconds", entry.seconds, (seconds) => edit({ seconds }), "auto"),
     ),
     element("p", { class: "hint" }, entry.limit_in_gib
-      ? "Activation memory of each device."
-      : "1F1B needs 2 × devices chunks."),
+      ? "Activation memory of each rank."
+      : "1F1B needs 2 × ranks chunks."),
   ];
 }
 
@@ -110,7 +110,7 @@ function sizeFields(state, change) {
     element(
       "div",
       { class: "pair" },
-      input("devices", "Devices", state.devices, (devices) => change({ devices })),
+      input("devices", "Ranks", state.devices, (devices) => change({ devices })),
       input("microbatches", "Microbatches", state.microbatches, (microbatches) =>
         change({ microbatches }),
       ),
@@ -217,7 +217,7 @@ function ownCosts(state, change) {
         change({ unit: event.target.value })),
     ),
     input("gib", "Activations of a chunk, GiB", state.gibPerChunk, gib, "not known"),
-    element("p", { class: "hint" }, "A chunk is 1 / (2 × devices) of the model, for any placement."),
+    element("p", { class: "hint" }, "A chunk is 1 / (2 × ranks) of the model, for any placement."),
   ];
 }
 

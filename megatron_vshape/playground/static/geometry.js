@@ -27,8 +27,8 @@ export function layOut(timeline, { high = 420, heldHigh = 300, withHeld = true, 
 
 /** Return the font size of a number in a box of this size in pixels; 0 if it does not fit. */
 export function numberSize(text, wide, high) {
-  const size = Math.min(11, Math.floor(high * 0.72));
-  return size >= 7 && wide >= text.length * size * 0.6 + 3 ? size : 0;
+  const size = Math.min(11, Math.floor(high * 0.72), (wide - 1.5) / (text.length * 0.6));
+  return size >= 6 ? size : 0;
 }
 
 /** Return round times for an axis, at least `room` pixels apart. */

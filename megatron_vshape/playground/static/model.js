@@ -5,7 +5,7 @@ export const KIND_NAMES = [
   "forward",
   "input gradient",
   "weight gradient",
-  "whole backward",
+  "full backward",
 ];
 const ARRAYS = [
   ["start", Float64Array],

@@ -11,7 +11,7 @@ export function numberCards(timeline, units, gibPerChunk) {
     ["Bubble", percent(numbers.bubble), "of the makespan"],
     ["Span bubble", percent(numbers.span_bubble), "no barrier between steps"],
     ["Peak memory", `${units.held(peak)} ${units.heldName}`, peakNote(peak, facts, gibPerChunk)],
-    ["Makespan", units.time(numbers.makespan), `${units.timeName}; busiest device ${units.time(numbers.busy)}`],
+    ["Makespan", units.time(numbers.makespan), `${units.timeName}; busiest rank ${units.time(numbers.busy)}`],
     ["Communication", `${digits(numbers.relative_messages, 3)} ×`, `1F1B's; ${numbers.messages} messages per microbatch`],
   ];
   if (facts.lower_bound !== null) {
@@ -20,12 +20,23 @@ export function numberCards(timeline, units, gibPerChunk) {
     cards.push(["Lower bound", units.time(facts.lower_bound), `no ${facts.bounded} of this placement is below`]);
     cards.push(["Gap", percent(gap), "above the bound, at most"]);
   }
-  return cards.map(([term, value, note]) =>
-    element("div", {}, element("dt", {}, term), element("dd", {}, value, element("small", {}, note))),
-  );
+  return cards.map((card) => numberCard(...card));
 }
 
-/** Format the length of a time range, and the work of the devices in it. */
+/** Return a key figure with its note. */
+export function numberCard(term, value, note) {
+  return element("div", {}, element("dt", {}, term), element("dd", {}, value, element("small", {}, note)));
+}
+
+/** Return a table of rows, each a heading and its cells. */
+export function table(head, rows, label) {
+  const heading = element("tr", {}, ...head.map((title) => element("th", { scope: "col" }, title)));
+  const body = rows.map(([title, ...cells]) => element("tr", {}, element("th", { scope: "row" }, title), ...cells));
+  const whole = element("table", { class: "facts" }, element("thead", {}, heading), element("tbody", {}, ...body));
+  return element("div", { class: "wide", tabindex: "0", role: "group", "aria-label": label }, whole);
+}
+
+/** Format the length of a time range, and the work of the ranks in it. */
 export function rangeText(timeline, [from, to], units) {
   const time = (value) => units.time(value - timeline.first);
   const work = timeline.workBetween(from, to);
@@ -34,7 +45,7 @@ export function rangeText(timeline, [from, to], units) {
   const idle = 1 - work.reduce((sum, each) => sum + each, 0) / all;
   const shares = [["idle", Math.max(idle, 0)], ...parts].map(([name, share]) => `${name} ${percent(share)}`);
   const length = `${units.time(to - from)} ${units.timeName}`;
-  return `${length}, from ${time(from)} to ${time(to)}. Of the devices' time: ${shares.join(", ")}.`;
+  return `${length}, from ${time(from)} to ${time(to)}. Of the ranks' time: ${shares.join(", ")}.`;
 }
 
 function peakNote(peak, facts, gibPerChunk) {
@@ -62,22 +73,15 @@ export function factsTable(timelines, units, gibPerChunk) {
     [`Makespan, ${units.timeName}`, ({ numbers }) => numbers.makespan, units.time],
     ["Messages", ({ numbers }) => numbers.relative_messages, (value) => `${digits(value, 3)} ×`],
   ];
-  const body = rows.map((row) =>
-    element(
-      "tr",
-      {},
-      element("th", { scope: "row" }, row.timeline.meta.title),
-      ...columns.map(([, value, write]) => {
-        const least = Math.min(...rows.map(value).filter(Number.isFinite));
-        const best = rows.length > 1 && value(row) <= least * (1 + 1e-9) + 1e-12;
-        return element("td", { class: best ? "best" : null }, write(value(row)));
-      }),
-    ),
-  );
-  const head = ["Schedule", ...columns.map(([title]) => title)];
-  const heading = element("tr", {}, ...head.map((title) => element("th", { scope: "col" }, title)));
-  const table = element("table", { class: "facts" }, element("thead", {}, heading), element("tbody", {}, ...body));
-  return element("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Numbers" }, table);
+  const body = rows.map((row) => [
+    row.timeline.meta.title,
+    ...columns.map(([, value, write]) => {
+      const least = Math.min(...rows.map(value).filter(Number.isFinite));
+      const best = rows.length > 1 && value(row) <= least * (1 + 1e-9) + 1e-12;
+      return element("td", { class: best ? "best" : null }, write(value(row)));
+    }),
+  ]);
+  return table(["Schedule", ...columns.map(([title]) => title)], body, "Numbers");
 }
 
 function relative({ peak, facts }) {

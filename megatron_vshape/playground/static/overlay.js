@@ -1,11 +1,11 @@
-// Overlays on the passes: axis, device names, followed microbatch, selected pass.
+// Overlays on the passes: axis, rank numbers, followed microbatch, selected pass.
 
 import { decimal } from "./dom.js";
 import { MARGIN, numberSize, ticksOf } from "./geometry.js";
 import { KIND_NAMES } from "./model.js";
 import { fontOf } from "./paint.js";
 
-/** Draw the frame of a picture: device numbers, peaks, headings, axis. */
+/** Draw the frame of a picture: rank numbers, peaks, headings, axis. */
 export function drawFrame(pen, track) {
   const { timeline, geometry, skin } = track;
   const every = Math.max(1, Math.ceil(11 / geometry.row));
@@ -228,13 +228,13 @@ export function describePass(timeline, at, units) {
   const cause = timeline.cause(at);
   const lines = [
     `${KIND_NAMES[timeline.kind[at]]} of microbatch ${timeline.microbatch[at]}`,
-    `stage ${timeline.stage[at]}, chunk ${timeline.chunkOf(at)}, device ${device}`,
+    `stage ${timeline.stage[at]}, chunk ${timeline.chunkOf(at)}, rank ${device}`,
     `${time(timeline.start[at])} to ${time(timeline.end[at])} ${units.timeName}`,
   ];
-  if (cause === null) lines.push("first pass of its device");
+  if (cause === null) lines.push("first pass of its rank");
   else if (cause.own) lines.push(`waited for ${timeline.nameOf(cause.maker)} before it`);
   else {
-    const where = cause.far ? ` from device ${timeline.deviceOf(cause.maker)}` : "";
+    const where = cause.far ? ` from rank ${timeline.deviceOf(cause.maker)}` : "";
     const ready = `${time(cause.ready)} ${units.timeName}`;
     lines.push(`waited for ${timeline.nameOf(cause.maker)}${where}, there at ${ready}`);
   }

@@ -104,15 +104,17 @@ function paintBoxes(context, timeline, geometry, time0, scale, width, skin) {
   });
   boxes.forEach((found, place) => {
     const [kind, chunk] = [Math.floor(place / chunkCount), place % chunkCount];
-    numberBoxes(context, timeline, found, skin.colours.ink(kind, chunk), geometry);
+    numberBoxes(context, timeline, found, skin.colours.ink(kind, chunk), geometry, scale);
   });
 }
 
-function numberBoxes(context, timeline, found, ink, geometry) {
-  const largest = numberSize("", Infinity, geometry.rowInner);
-  if (!largest) return;
+/** Write the microbatches in one size that fits typical passes, or none. */
+function numberBoxes(context, timeline, found, ink, geometry, scale) {
+  const longest = String(timeline.meta.microbatches - 1);
+  const size = numberSize(longest, timeline.typical * scale, geometry.rowInner);
+  if (!size) return;
   context.fillStyle = ink;
-  context.font = fontOf(largest);
+  context.font = fontOf(size);
   context.textAlign = "center";
   context.textBaseline = "middle";
   const middle = geometry.rowInner / 2 + 0.5;
@@ -120,7 +122,7 @@ function numberBoxes(context, timeline, found, ink, geometry) {
     const at = found[each + 4];
     if (at < 0) continue;
     const text = String(timeline.microbatch[at]);
-    if (!numberSize(text, found[each + 2], geometry.rowInner)) continue;
+    if (numberSize(text, found[each + 2], geometry.rowInner) < size) continue;
     context.fillText(text, found[each] + found[each + 2] / 2, found[each + 1] + middle);
   }
 }

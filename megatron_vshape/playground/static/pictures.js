@@ -13,9 +13,8 @@ import { unitsFor } from "./units.js";
 /** State shared by all tracks. */
 export const shared = {
   view,
-  palette: null,
   tip: makeTip(byId("tip")),
-  theme: themeColours,
+  theme: () => themeColours(app.offers.palettes),
   unitsOf: (timeline) => unitsFor(timeline.meta.facts, app.state.unit),
   follow: () => app.state.follow,
   onFollow: (microbatch) => change({ follow: microbatch }),
@@ -115,7 +114,7 @@ function drawBar() {
   const parts = barParts({
     state: app.state,
     view,
-    palette: app.offers.palette,
+    palette: shared.theme().palette,
     chunkCount: Math.max(...timelines.map((timeline) => timeline.chunkCount)),
     kinds: new Set(timelines.flatMap((timeline) => [...timeline.kinds])),
     seek,
@@ -135,6 +134,7 @@ export function dressAll() {
   setTheme(app.state.theme);
   byId("theme").textContent = { auto: "Theme: auto", light: "Theme: light", dark: "Theme: dark" }[app.state.theme];
   for (const track of app.tracks) track.dress();
+  drawBar();
 }
 
 /** Return the peak memory over all devices of the timelines. */

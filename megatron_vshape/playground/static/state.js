@@ -1,13 +1,12 @@
 // State of the page and its URL form: all inputs of a picture.
 
 export const MOST_ENTRIES = 6;
-const TABS = ["timeline", "steps", "compare", "estimate"];
 const MOST_URL = 60_000; // characters; some programs truncate longer links
 
 /** Return the initial state. */
 export function firstState() {
   return {
-    tab: "timeline",
+    tab: "compare",
     devices: 8,
     microbatches: 24,
     cost: { forward: 1, backward: 1, weight: 1, send: 0 },
@@ -16,7 +15,7 @@ export function firstState() {
     head: [0, 0, 0],
     costsFile: null,
     gibPerChunk: null,
-    entries: [{ source: "name", name: "v-half" }],
+    entries: [{ source: "name", name: "v-half" }, { source: "name", name: "1f1b" }],
     active: 0,
     step: 0,
     follow: null,
@@ -87,7 +86,7 @@ export async function readState(text) {
     const value = Number(given.get(key));
     return given.has(key) && Number.isFinite(value) ? value : usual;
   };
-  if (TABS.includes(given.get("tab"))) state.tab = given.get("tab");
+  if (text) state.tab = given.get("tab") ?? "timeline";
   state.devices = number("d", state.devices);
   state.microbatches = number("m", state.microbatches);
   const cost = numbers(given.get("c"), 4);

@@ -14,9 +14,10 @@ export function setTheme(theme) {
   document.documentElement.dataset.theme = dark ? "dark" : "light";
 }
 
-/** Return the colors of the pictures. */
-export function themeColours() {
+/** Return the colors of the pictures, with the palette of the passes. */
+export function themeColours(palettes) {
   const style = getComputedStyle(document.documentElement);
   const colours = Object.fromEntries(NAMES.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
-  return { ...colours, hatchLine: style.getPropertyValue("--hatch-line").trim() };
+  const palette = palettes[document.documentElement.dataset.theme];
+  return { ...colours, palette, hatchLine: style.getPropertyValue("--hatch-line").trim() };
 }

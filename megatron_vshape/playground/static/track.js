@@ -11,7 +11,7 @@ const MOST_TILES = 24;
 const SOUGHT = 40; // visible passes around a pass that was searched by name
 
 export class Track {
-  /** `shared`: view, units, palette, theme(), follow(), onFollow(microbatch), range(), onRange, tip. */
+  /** `shared`: view, units, theme(), follow(), onFollow(microbatch), range(), onRange, tip. */
   constructor(host, shared) {
     this.shared = shared;
     this.layout = {};
@@ -100,7 +100,7 @@ export class Track {
     if (!this.geometry) return;
     const theme = this.shared.theme();
     const pen = this.canvas.getContext("2d");
-    const colours = coloursOf(this.shared.palette, this.timeline.chunkCount);
+    const colours = coloursOf(theme.palette, this.timeline.chunkCount);
     this.skin = {
       ...theme,
       colours,
