@@ -24,7 +24,7 @@ CATEGORIES = {
 
 
 def memory_figure(curves: Mapping[str, Sequence[Point]], limit_bytes: float) -> Figure:
-    """Draw a panel per rank: memory by category over the rank's work, and the GPU's memory limit."""
+    """Draw a panel per rank: memory by category over time, and the memory of the GPU."""
     figure = Figure(figsize=(7.2, 1.4 + 1.3 * len(curves)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(curves), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
@@ -38,7 +38,7 @@ def memory_figure(curves: Mapping[str, Sequence[Point]], limit_bytes: float) -> 
         axes.set_ylim(0)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_xlabel("time of the rank's passes in a step, s, estimated")
+    panels[-1].set_xlabel("estimated time of the rank's passes, s", fontsize=8)
     figure.legend(handles=layers, loc="outside lower center", ncols=3, fontsize=7, frameon=False)
     figure.suptitle("Estimated memory during a step; dashed line: memory of the GPU", fontsize=9)
     return figure
