@@ -9,9 +9,10 @@ from torch import nn
 
 pytest.importorskip("megatron.training")
 
-from megatron_vshape.mcore.features.post_validation import rollback
-from megatron_vshape.mcore.features.post_validation.rollback import Backup, RandomState
+from megatron_vshape.mcore.features.post_validation.rollback import Backup
 from megatron_vshape.mcore.observe.report import static_memory
+from megatron_vshape.mcore.step import rewind
+from megatron_vshape.mcore.step.rewind import RandomState
 
 
 class Tracker:
@@ -30,7 +31,7 @@ class Tracker:
 def test_rollback_restores_random_states(monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = Tracker()
     monkeypatch.setattr(
-        rollback, "tensor_parallel", SimpleNamespace(get_cuda_rng_tracker=lambda: tracker)
+        rewind, "tensor_parallel", SimpleNamespace(get_cuda_rng_tracker=lambda: tracker)
     )
     monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
     monkeypatch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)

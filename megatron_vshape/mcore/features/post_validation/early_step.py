@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +15,9 @@ from megatron_vshape.mcore.features.post_validation.optimizer import (
     check_optimizer,
     why_no_gain,
 )
-from megatron_vshape.mcore.features.post_validation.rollback import RandomState, Replay
 from megatron_vshape.mcore.hook import Function, Hook, Session, replaces
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
+from megatron_vshape.mcore.step.rewind import RandomState, Replay, finish_gathering
 from megatron_vshape.mcore.step.stage import Started, StepContext, StepFeature
 from megatron_vshape.runtime.program_runner import ProgramRun, run_drain
 
@@ -91,7 +90,7 @@ class EarlyStart(StepFeature):
         run_drain(instructions, context.transport, context.transport.blank())
         # The early forwards have started all-gathers, which may still write to the parameters, and
         # the next step starts them again.
-        _finish_gathering(context.chunks)
+        finish_gathering(context.chunks)
         context.hooks.clear()  # as at the end of a step
         self._runner.drop_step()
         for replay in self._replays:
@@ -135,16 +134,6 @@ class EarlyStart(StepFeature):
             self._cached_prefix = program, prefix_before_loss(program)
         prefix, _ = self._cached_prefix[1]
         return prefix
-
-
-def _finish_gathering(chunks: Sequence[Any]) -> None:
-    """Wait for running parameter all-gathers, and mark all parameters to be gathered again."""
-    for chunk in chunks:
-        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            if group.param_gather_handle is not None:
-                group.param_gather_handle.wait()
-                group.param_gather_handle = None
-            group.param_gather_dispatched = False
 
 
 def _validation(session: Session) -> PostValidation | None:
