@@ -114,6 +114,7 @@ def register(**options: Any) -> None:
     * `keep_order`: keep the order of variable-length microbatches (True or False)
     * `lengths`: function that returns the sequence lengths of a microbatch
     * `split_graphs`: "off" makes CUDA graphs compute weight gradients in B
+    * `warmup`: run one microbatch on all ranks at the same time before the first step
     * `trace_folder`: directory for traces
     * `timeout_seconds`: time limit of a P2P message
 

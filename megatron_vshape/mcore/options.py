@@ -242,6 +242,13 @@ class Options:
         "their own, so that captured layers are split too; off leaves them in B. Default: auto.",
         default=AUTO,
     )
+    warmup: bool = _option(
+        "--pipeline-warmup",
+        _SWITCH,
+        "before the first step, run one microbatch on all ranks at the same time, which compiles "
+        "and tunes kernels, and send a message of real size on every P2P connection",
+        default=False,
+    )
     lengths: Callable[[Any], Sequence[int]] | None = _option(
         "",
         Values("a function, which the keyword of register alone can give", callable, _no_function),

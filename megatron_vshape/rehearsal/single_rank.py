@@ -46,7 +46,7 @@ def run_alone() -> None:
     from megatron_vshape.runtime import device_collectives, p2p
 
     replaced: Any = p2p.Transport
-    replaced._warm_up = lambda self, edges: None  # the original checks received values
+    replaced._warm_up = lambda self, edges, size=1: None  # the original checks received values
     replaced = configure
     replaced._messages_are_kernels = lambda: True  # programs as with NCCL, for any backend
     replaced = p2p

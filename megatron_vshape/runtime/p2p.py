@@ -387,8 +387,14 @@ class Transport:
             edge: weakref.ref(_communicator(group)) for edge, (group, _) in self._channels.items()
         }
 
-    def _warm_up(self, edges: Sequence[Edge]) -> None:
-        """Send one number along every edge, in the same order on all ranks to avoid deadlock."""
+    def warm_up(self) -> None:
+        """Send a message of real size along every edge; all ranks of the pipelines call this."""
+        # A network has been reported to stay ten times slower after first messages of four bytes.
+        num_bytes = math.prod(self._shape) * self._dtype.itemsize
+        self._warm_up(self._by_lane(self._lanes), math.ceil(num_bytes / torch.int32.itemsize))
+
+    def _warm_up(self, edges: Sequence[Edge], size: int = 1) -> None:
+        """Send numbers along every edge, in the same order on all ranks to avoid deadlock."""
         for edge in edges:
             # An edge between two other ranks: this rank only took part in creating its group.
             if edge not in self._channels:
@@ -397,12 +403,12 @@ class Transport:
             self._connecting = [
                 f"rank {self._rank} (device {self.device}): connects to rank {peer}"
             ]
-            number = torch.full((1,), self._rank, dtype=torch.int32, device=self._torch_device)
+            numbers = torch.full((size,), self._rank, dtype=torch.int32, device=self._torch_device)
             if self.device == edge.source:
-                dist.send(number, dst=peer, group=group)
+                dist.send(numbers, dst=peer, group=group)
             else:
-                dist.recv(number, src=peer, group=group)
-            met = int(number)  # on a GPU this waits for the completion of the transfer
+                dist.recv(numbers, src=peer, group=group)
+            met = int(numbers[0])  # on a GPU this waits for the completion of the transfer
             if self.device == edge.target and met != peer:
                 raise TransportError(
                     f"rank {self._rank} expected rank {peer} on stream {edge.stream} and met rank "

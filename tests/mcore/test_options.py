@@ -50,6 +50,7 @@ NONE: dict[str, list[Any]] = {
     "keep_order": ["yes", 1],
     "lengths": ["long", 5],
     "split_graphs": ["on", True],
+    "warmup": ["yes", 1],
 }
 
 

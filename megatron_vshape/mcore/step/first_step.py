@@ -64,6 +64,10 @@ class FirstStep(StepFeature):
                 for text in warnings(stages):
                     logger.warning(text)
 
+    def drop_step(self) -> None:
+        """Observe the next step instead."""
+        self.clear()
+
     def clear(self) -> None:
         """Free the reference to the model."""
         if self._look is not None:

@@ -225,6 +225,8 @@ class PipelineRunner:
         """Run all passes of a training step, finalize gradients, and return the loss reports."""
         # Buffers of the last step's losses were kept while a slower rank could still receive them.
         self._gatherer.wait_for_sends()
+        for step_feature in self._step_features:
+            step_feature.prepare(context)
         profiled = self._profiler.begin_step(context.torch_device)
         timer = self.meter.begin_step(context.num_microbatches, context.torch_device, profiled)
         # A feature may have run the first passes of this step already, at the end of the last one.

@@ -237,6 +237,9 @@ class StepFeature:
     def end_training(self) -> str | None:
         """Called by Megatron-LM's trainer after the last step; returns a line for its log."""
 
+    def prepare(self, context: StepContext) -> None:
+        """Called before a training step is prepared; all ranks call this."""
+
     def passes_per_microbatch(self, context: StepContext) -> int:
         """Return the number of F passes of a microbatch per stage in a training step."""
         return 1
