@@ -210,10 +210,18 @@ class TrainingError(RuntimeError):
     """A run failed; the arguments are the outputs of its ranks."""
 
 
-def train(trial: Trial, ranks: int, backend: str, device: str) -> tuple[list[float], bool]:
+def train(
+    trial: Trial,
+    ranks: int,
+    backend: str,
+    device: str,
+    flags: Sequence[str] = (),
+    outputs: list[str] | None = None,
+) -> tuple[list[float], bool]:
     """Train on ranks that share one GPU, or on CPUs, and return losses and the model's word.
 
-    There are no losses where it hung; the model's word is whether it would.
+    There are no losses where it hung; the model's word is whether it would. `outputs` gets the
+    output of every rank.
 
     Raises:
         TrainingError: a rank failed, or they were not done in time for another reason.
@@ -221,7 +229,7 @@ def train(trial: Trial, ranks: int, backend: str, device: str) -> tuple[list[flo
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = [sys.executable, __file__, "train-rank", trial, *TRAINED]
+    command = [sys.executable, __file__, "train-rank", trial, *TRAINED, *flags]
     command += ["--pipeline-model-parallel-size", str(ranks), "--distributed-backend", backend]
     with TemporaryDirectory() as folder:
         logs = [Path(folder) / str(rank) for rank in range(ranks)]
@@ -237,6 +245,8 @@ def train(trial: Trial, ranks: int, backend: str, device: str) -> tuple[list[flo
             for process in processes:
                 stop_process(process)
         said = [log.read_text(errors="replace") for log in logs]
+    if outputs is not None:
+        outputs += said
     if any(ended) and not stood(said, ended):
         ends = zip(said, ended, strict=True)
         raise TrainingError(

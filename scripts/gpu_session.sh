@@ -16,7 +16,7 @@ fails. PYTHON sets the interpreter. On a GPU with less memory, models that are t
 TEXT
 }
 
-commands=(graph-weights graph-ranks splitting graphs trainer allocator nccl offload sizes)
+commands=(graph-weights graph-ranks splitting graphs trainer allocator nccl warmup offload sizes)
 
 run_command() {
     case $1 in
@@ -48,6 +48,10 @@ run_command() {
         nccl)
             about "ranks that share the GPU: losses, and what hangs where passes wait for it"
             bench 460 benchmarks/bench_nccl.py --ranks 2
+            ;;
+        warmup)
+            about "a warm-up of two ranks that share the GPU, over NCCL: losses of later steps"
+            bench 180 benchmarks/check_warmup.py
             ;;
         offload)
             about "copies to host memory while passes run"

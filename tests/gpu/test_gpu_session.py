@@ -16,6 +16,7 @@ COMMANDS = [
     "trainer",
     "allocator",
     "nccl",
+    "warmup",
     "offload",
     "sizes",
 ]
