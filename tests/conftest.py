@@ -81,11 +81,8 @@ SLOW = {
     "mcore/test_graphs.py": {
         "test_graph_replays_equal_passes": [
             "v-zb-attention",
-            "v-zb",
             "zb-h1-mlp",
-            "zb-h1",
         ],
-        "test_transformer_engine_captures_and_replays_them": ["attn-", "mlp-"],
     },
     "mcore/test_hiding.py": {
         "test_parameters_are_the_same_bits": ["TP, tied-v-half"],
@@ -214,6 +211,13 @@ SLOW = {
 
 OF_OTHER_THINGS = {"cli", "playground", "rehearsal", "tuning"}
 """Folders of tests that are not of how good a plan is."""
+
+
+@pytest.fixture(scope="session")
+def common(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of the session that all workers of pytest-xdist share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,14 @@
-"""One farm for all tests of a session, and runs that several tests look at."""
+"""Farms for all tests of a session, and runs that several tests look at."""
 
+import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from mcore.farm import Ended, Farm
+from skips import TE_MISSING
 
 UNTIED = "--untie-embeddings-and-output-weights"
 
@@ -22,10 +25,42 @@ needs_hybrid = pytest.mark.skipif(
 )
 
 
+def te_directories() -> list[str]:
+    """Return the directories of Transformer Engine's Python, one for each version."""
+    configured = os.environ.get("TRANSFORMER_ENGINE_PYTHON", "")
+    if configured:
+        return configured.split(os.pathsep)
+    if torch.cuda.is_available():
+        return []  # tests/gpu runs the real thing
+    spec = find_spec("transformer_engine")
+    return [] if spec is None or spec.origin is None else [str(Path(spec.origin).parents[1])]
+
+
 @pytest.fixture(scope="session")
-def farm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Farm]:
+def farm(tmp_path_factory: pytest.TempPathFactory, common: Path) -> Iterator[Farm]:
     """Return the process that trains."""
-    farm = Farm(tmp_path_factory.mktemp("farm"))
+    farm = Farm(tmp_path_factory.mktemp("farm"), common=common)
+    yield farm
+    farm.close()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run the tests that use `te_farm` once for each version of Transformer Engine."""
+    if "te_farm" in metafunc.fixturenames:
+        versions = [
+            pytest.param(directory, id=f"te{index or ''}")
+            for index, directory in enumerate(te_directories())
+        ]
+        missing = pytest.param("", id="te", marks=pytest.mark.skip(reason=TE_MISSING))
+        metafunc.parametrize("te_farm", versions or [missing], indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def te_farm(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, common: Path
+) -> Iterator[Farm]:
+    """Return the process that trains with Transformer Engine's Python, one for each version."""
+    farm = Farm(tmp_path_factory.mktemp("te"), request.param, common)
     yield farm
     farm.close()
 

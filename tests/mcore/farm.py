@@ -2,12 +2,11 @@
 
 A farm is a process that has imported torch and Megatron, and forks a set of ranks for every
 requested run: imports cost ten seconds, a fork almost nothing. As a script, this file is that
-process; `Farm` starts it and sends requests.
+process; `Farm` starts it, unless another one with the same folder `common` has, and sends requests.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import gc
@@ -19,17 +18,18 @@ import runpy
 import signal
 import socket
 import stat
-import subprocess
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from multiprocessing import managers
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import servers
 import torch
 
 import megatron_vshape
@@ -56,6 +56,7 @@ LATE_IMPORTS = (
     "megatron.core.datasets.helpers",
     "torch._dynamo",
     "torch.utils.serialization",
+    "pytest",
 )
 """Imports of every run, which would otherwise need more than half of the time of each rank."""
 
@@ -143,7 +144,9 @@ class Farm:
     Where `transformer_engine` is the directory of TE's Python, Megatron finds it (te_on_cpu).
     """
 
-    def __init__(self, directory: Path, transformer_engine: str = "") -> None:
+    def __init__(
+        self, directory: Path, transformer_engine: str = "", common: Path | None = None
+    ) -> None:
         self._directory = directory
         self._runs = 0
         environment = os.environ | {
@@ -162,15 +165,9 @@ class Farm:
             ),
             "FARM_TRANSFORMER_ENGINE": transformer_engine,
         }
-        self._log = open(directory / "farm.log", "w")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=environment,
-        )
+        name = f"farm{zlib.crc32(transformer_engine.encode())}" if transformer_engine else "farm"
+        self._log = (common or directory) / f"{name}.log"
+        self._requests = servers.connect(self._log.parent, name, [__file__], environment)
 
     def run(
         self,
@@ -206,13 +203,11 @@ class Farm:
             "given": given,
             "stock": stock,
         }
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
+        self._requests.write(json.dumps(order) + "\n")
+        self._requests.flush()
+        answer = self._requests.readline()
         if not answer:
-            raise RuntimeError(f"the farm died: {(self._directory / 'farm.log').read_text()}")
+            raise RuntimeError(f"the farm died: {self._log.read_text()}")
         outputs, records = [], []
         for rank in range(ranks):
             outputs.append((directory / f"rank{rank}.log").read_text(errors="replace"))
@@ -222,17 +217,12 @@ class Farm:
         return Ended(codes, outputs, records, ended_s)
 
     def close(self) -> None:
-        """End the process."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._process.wait(timeout=60)
-        self._log.close()
+        """End the connection, and with the last one the process."""
+        self._requests.close()
 
 
 def _serve() -> None:
-    """Import the modules of every run, then run the request of each line of stdin."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    """Import the modules of every run, then handle connections."""
     sys.argv = [str(SCRIPT)]
     if os.environ["FARM_TRANSFORMER_ENGINE"]:
         import te_on_cpu
@@ -244,12 +234,14 @@ def _serve() -> None:
     import recorder  # after the script, which must be the first to import Megatron
     from without_te import let_predict
 
+    from megatron_vshape.rehearsal.worker import parse_docstrings_once
+
     let_predict()
 
     for name in LATE_IMPORTS:
         with contextlib.suppress(ModuleNotFoundError):  # not in every version
             importlib.import_module(name)
-    _read_docstrings_once()
+    parse_docstrings_once()
     _leave_out_what_tells_nothing()
     _fork_what_saving_spawns()
     search.default_steps = lambda _problem: 40_000  # every rank plans, on the same processors
@@ -258,8 +250,12 @@ def _serve() -> None:
     MockGPTLowLevelDataset.size = 2000  # documents of 2000 tokens; a run uses a few
     gc.collect()
     gc.freeze()  # the garbage collector need not visit, and so copy, the imported objects
+    servers.serve(functools.partial(_handle, source, recorder))
 
-    for line in sys.stdin:
+
+def _handle(source: Any, recorder: Any, requests: IO[str]) -> None:
+    """Run the request of each line."""
+    for line in requests:
         order = json.loads(line)
         port = _free_port()
         children = []
@@ -268,27 +264,8 @@ def _serve() -> None:
             if child == 0:
                 _become_rank(rank, port, order, source, recorder)
             children.append(child)
-        answers.write(json.dumps(_wait(children, order["timeout_s"])) + "\n")
-        answers.flush()
-
-
-def _read_docstrings_once() -> None:
-    """Cache Megatron's parse of its configs' source: two thirds of the time of a short run."""
-    try:
-        from megatron.training.argument_utils import ArgumentGroupFactory
-    except ModuleNotFoundError:  # 0.17
-        return
-    from megatron.training.arguments import add_megatron_arguments
-
-    read, docstrings = ArgumentGroupFactory._get_field_docstrings, dict[type, dict[str, str]]()
-
-    def read_once(factory: ArgumentGroupFactory, config: type) -> dict[str, str]:
-        if config not in docstrings:
-            docstrings[config] = read(factory, config)
-        return docstrings[config]
-
-    ArgumentGroupFactory._get_field_docstrings = read_once
-    add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+        requests.write(json.dumps(_wait(children, order["timeout_s"])) + "\n")
+        requests.flush()
 
 
 def _leave_out_what_tells_nothing() -> None:

@@ -1,7 +1,7 @@
 """Steps of a small GPT in 64 bits, unsliced and in slices; prints a JSON line for each case.
 
-`main` gets the cases by name, as in {"mine": {"schedule": "v-zb", "slices": 4}}, in a process
-without a GPU in which `cpu.install` has run before the first import of Megatron.
+`start` is a plugin of the farm for one rank. It gets the cases by name, as in {"mine":
+{"schedule": "v-zb", "slices": 4}}.
 
 Every case runs on forked ranks: by Megatron without a pipeline (once for each model), by Megatron's
 1F1B, and by this package. The output has the differences of losses and gradients relative to the
@@ -10,7 +10,6 @@ largest value, and the state of slices that remains after the step; for a failed
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import random
@@ -18,7 +17,7 @@ import socket
 import traceback
 from collections.abc import Callable, Iterator
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -49,14 +48,6 @@ from megatron_vshape.mcore.features.slices import step as step_slices
 from megatron_vshape.mcore.features.slices.step import Slices
 from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.step_state import TokenRange
-
-LATE_IMPORTS = (
-    "megatron.training.training",
-    "megatron_vshape.core.planner.search",
-    "megatron_vshape.mcore.hooks.registry",
-    "torch._dynamo",
-)
-"""Imports of each of our ranks, which would need more than half of its time."""
 
 LENGTH, VOCABULARY, HIDDEN = 24, 64, 32
 MICROBATCHES = 3
@@ -349,9 +340,9 @@ def balance_apart(
     return max(map(float, shares), default=0.0)
 
 
-def main(cases: dict[str, dict[str, Any]]) -> None:
-    for name in LATE_IMPORTS:
-        importlib.import_module(name)
+def start(rank: int, cases: dict[str, dict[str, Any]]) -> NoReturn:
+    """Run the cases and end the process."""
+    megatron_vshape.unregister()
     baselines: dict[str, list[dict[str, Any]]] = {}
     package_keys = ("schedule", "slices", "mutant")
     for name, case in cases.items():
@@ -365,3 +356,4 @@ def main(cases: dict[str, dict[str, Any]]) -> None:
                 baselines[key] = run({"slices": 1, **model}, count, False)
             figures[against] = apart(package_ranks, baselines[key])
         print(json.dumps(figures), flush=True)
+    os._exit(0)

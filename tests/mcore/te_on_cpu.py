@@ -1,15 +1,12 @@
-"""Tests the adapter with Transformer Engine's Python, without a GPU; prints the results.
+"""Transformer Engine's Python without a GPU, and tests of the adapter with its layers.
 
-    python te_on_cpu.py DIRECTORY
-    python te_on_cpu.py DIRECTORY RANK STORE
-
-The second form is one of two ranks that share a sequence; they connect through the file STORE.
-DIRECTORY contains an unpacked `transformer_engine` wheel of pure Python (see test_real_te). A few
-torch functions replace its compiled extension: GEMMs, a norm, gelu. The code that calls them, saves
-tensors and returns gradients is TE's. One JSON line per case goes to stdout.
+A few torch functions replace its compiled extension: GEMMs, a norm, gelu. The code that calls them,
+saves tensors and returns gradients is TE's. `start` is a plugin of a farm with Transformer Engine,
+for one rank or for two that share a sequence; it prints one JSON line per case.
 """
 
 import functools
+import importlib
 import inspect
 import itertools
 import json
@@ -18,12 +15,15 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+import megatron_vshape
 
 ROOT = Path(__file__).parents[2]
 
@@ -254,7 +254,10 @@ def _available_to_te(is_available: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def import_te(directory: str) -> Any:
-    """Import Transformer Engine from `directory` and return its PyTorch package."""
+    """Import Transformer Engine from `directory` and return its PyTorch package.
+
+    The directory contains an unpacked `transformer_engine` wheel of pure Python.
+    """
     for kernels in ("FLASH_ATTN", "MASKED_SOFTMAX_FUSION"):
         os.environ[f"NVTE_{kernels}"] = "0"
     sys.path[:0] = [directory, str(ROOT)]
@@ -429,12 +432,12 @@ def counting_gathers() -> Iterator[list[int]]:
     dist.all_gather_into_tensor = gather
 
 
-def sequence(te: Any, rank: int, store: str) -> None:
+def sequence(te: Any, rank: int) -> None:
     """Print the all-gathers by pass and the differences, for a layer of two GEMMs on two ranks."""
     from megatron_vshape.mcore.split import te_layers
     from megatron_vshape.mcore.step_state import StepState
 
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    dist.init_process_group("gloo")
     options = {"tp_group": dist.group.WORLD, "sequence_parallel": True, "bias": False}
     options |= {"device": "cpu", "params_dtype": torch.float32, "tp_size": 2}
     cases = []
@@ -467,14 +470,20 @@ def sequence(te: Any, rank: int, store: str) -> None:
         print(json.dumps({"case": name, "gathers": plain | split, "wrong": differs}), flush=True)
 
 
-def main() -> None:
-    """Run every case."""
-    te = import_te(sys.argv[1])
-    if sys.argv[2:]:
-        sequence(te, int(sys.argv[2]), sys.argv[3])
-        return
-    from importlib.metadata import version
+def start(rank: int, shares_sequence: bool) -> NoReturn:
+    """Run every case and end the process."""
+    megatron_vshape.unregister()
+    te: Any = importlib.import_module("transformer_engine.pytorch")
+    if shares_sequence:
+        sequence(te, rank)
+    else:
+        run_cases(te)
+    sys.stdout.flush()
+    os._exit(0)
 
+
+def run_cases(te: Any) -> None:
+    """Print the result of every case, and the version."""
     for name, build in layers(te):
         for bias in ("", "bias", "returned"):
             for fused in (False, True):
@@ -486,11 +495,5 @@ def main() -> None:
                         if os.environ.get("TRACE"):
                             raise
                         wrong = [f"{type(error).__name__}: {error}"]
-                    print(json.dumps({"case": case, "wrong": wrong}), flush=True)
+                    print(json.dumps({"case": case, "wrong": wrong}))
     print(json.dumps({"version": version("transformer_engine")}))
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    main()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from mcore.conftest import UNTIED
 from mcore.farm import Farm
-from runtime.ranks import run_ranks
+from mcore.ranks import run_ranks
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
@@ -90,8 +90,10 @@ def two_steps(
 
 
 @pytest.mark.parametrize("by_place", [False, True])
-def test_a_stage_without_packed_sequences_among_others_is_rejected(by_place: bool) -> None:
-    first, second = run_ranks(2, two_steps, (True, False), by_place)
+def test_a_stage_without_packed_sequences_among_others_is_rejected(
+    farm: Farm, by_place: bool
+) -> None:
+    first, second = run_ranks(farm, 2, two_steps, (True, False), by_place)
     assert len(first) == 1
     assert first == second  # so that all ranks end
     assert first[0].startswith("stages 1 were called without packed_seq_params for microbatches")
@@ -99,24 +101,25 @@ def test_a_stage_without_packed_sequences_among_others_is_rejected(by_place: boo
 
 @pytest.mark.parametrize("mixer", [MambaMixer, GatedDeltaNet])
 def test_a_stage_without_attention_that_gets_no_packed_sequences_is_rejected(
+    farm: Farm,
     mixer: type[nn.Module],
 ) -> None:
     packed = packed_params(seq_idx=torch.zeros(1, 8))
-    first, second = run_ranks(2, two_steps, (packed, None), False, mixer)
+    first, second = run_ranks(farm, 2, two_steps, (packed, None), False, mixer)
     assert first == second
     assert first[0].startswith("stages 1 were called without packed_seq_params for microbatches")
-    assert run_ranks(2, two_steps, (packed, packed), False, mixer) == [[], []]
+    assert run_ranks(farm, 2, two_steps, (packed, packed), False, mixer) == [[], []]
 
 
-def test_mamba_layers_without_seq_idx_are_rejected() -> None:
+def test_mamba_layers_without_seq_idx_are_rejected(farm: Farm) -> None:
     packed = packed_params(seq_idx=None)
-    first, second = run_ranks(2, two_steps, (packed, packed), False, MambaMixer)
+    first, second = run_ranks(farm, 2, two_steps, (packed, packed), False, MambaMixer)
     assert first == second
     assert first[0].startswith("stages 1 have Mamba layers and were called with packed_seq_params")
     # Other layers do not read it, and one sequence has no borders.
-    assert run_ranks(2, two_steps, (packed, packed), False, GatedDeltaNet) == [[], []]
+    assert run_ranks(farm, 2, two_steps, (packed, packed), False, GatedDeltaNet) == [[], []]
     one = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 8]), seq_idx=None)
-    assert run_ranks(2, two_steps, (one, one), False, MambaMixer) == [[], []]
+    assert run_ranks(farm, 2, two_steps, (one, one), False, MambaMixer) == [[], []]
 
 
 def test_microbatches_of_one_sequence_may_be_unpacked_on_all_stages() -> None:
@@ -134,8 +137,8 @@ def test_microbatches_of_one_sequence_may_be_unpacked_on_all_stages() -> None:
 
 
 @pytest.mark.parametrize("calls_alike", [True, False])
-def test_stages_with_equal_calls_are_accepted(calls_alike: bool) -> None:
-    assert run_ranks(2, two_steps, (calls_alike, calls_alike), False) == [[], []]
+def test_stages_with_equal_calls_are_accepted(farm: Farm, calls_alike: bool) -> None:
+    assert run_ranks(farm, 2, two_steps, (calls_alike, calls_alike), False) == [[], []]
 
 
 def test_frozen_embedding_under_full_recompute_is_logged(farm: Farm) -> None:

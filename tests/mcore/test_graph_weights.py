@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +10,8 @@ import pytest
 import torch
 from mcore.farm import Ended, Farm
 from mcore.test_graphs import GRAPHS, MODEL, MODULES, PLUGIN, assert_same_numbers, captured_orders
-from mcore.test_real_te import directories
 from mcore.test_te_training import EXPERTS, LATENT, MODELS
 from packaging.version import Version
-from skips import TE_MISSING
 from torch import nn
 
 from megatron_vshape.core.model.kinds import Kind
@@ -78,16 +75,9 @@ class Trained:
         return package_run, self._plain[key]
 
 
-@pytest.fixture(
-    scope="module",
-    params=directories() or [pytest.param("", marks=pytest.mark.skip(reason=TE_MISSING))],
-)
-def trained(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Trained]:
-    farm = Farm(tmp_path_factory.mktemp("graphs"), transformer_engine=request.param)
-    yield Trained(farm)
-    farm.close()
+@pytest.fixture(scope="module")
+def trained(te_farm: Farm) -> Trained:
+    return Trained(te_farm)
 
 
 slow = pytest.mark.slow

@@ -14,10 +14,8 @@ import torch
 from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
 from mcore.graphs_on_cpu import POOL_ID, PRINTED
-from mcore.test_real_te import directories
 from megatron import core
 from megatron.core.transformer import cuda_graphs
-from skips import TE_MISSING
 from torch import nn
 
 from megatron_vshape.core.model.kinds import Kind
@@ -130,22 +128,18 @@ def test_the_graphs_that_megatron_captures_are_rejected(settings: dict[str, obje
     check_config(SimpleNamespace(**disabled))
 
 
+slow = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    "directory", directories() or [pytest.param("", marks=pytest.mark.skip(reason=TE_MISSING))]
+    "modules", ["", pytest.param("attn", marks=slow), pytest.param("mlp", marks=slow)]
 )
-@pytest.mark.parametrize("modules", ["", "attn", "mlp"])
-def test_transformer_engine_captures_and_replays_them(
-    tmp_path: Path, directory: str, modules: str
-) -> None:
+def test_transformer_engine_captures_and_replays_them(te_farm: Farm, modules: str) -> None:
     te = "--transformer-impl transformer_engine --attention-backend unfused"
     flags = f"--pipeline-schedule v-half --pipeline-split-graphs off {te} {MODEL}".split()
     scope = ["--cuda-graph-modules", modules] if modules else []
-    farm = Farm(tmp_path, transformer_engine=directory)
-    try:
-        package_run = farm.run(4, *flags, *GRAPHS.split(), *scope, plugin=PLUGIN).check()
-        plain = farm.run(4, *flags).check()
-    finally:
-        farm.close()
+    package_run = te_farm.run(4, *flags, *GRAPHS.split(), *scope, plugin=PLUGIN).check()
+    plain = te_farm.run(4, *flags).check()
     assert_same_numbers(package_run, plain)
     assert captured_orders(package_run) == rows_of("v-half", 4, 8)
 

@@ -5,7 +5,8 @@ from importlib import metadata
 from typing import Any
 
 import pytest
-from runtime.ranks import run_ranks
+from mcore.farm import Farm
+from mcore.ranks import run_ranks
 
 ALONE = "F0.0 B0.0 W0.0 F0.1 BW0.1"
 JOINED = "F1.0 F0.0&B1.0 W1.0 F0.1&B0.0 F1.1 W0.0 B0.1 W0.1 BW1.1"
@@ -96,9 +97,9 @@ def on_rank(rank: int) -> tuple[dict[str, list[str]], Wrong]:
 
 
 @pytest.fixture(scope="module")
-def rank_results() -> list[tuple[dict[str, list[str]], Wrong]]:
+def rank_results(farm: Farm) -> list[tuple[dict[str, list[str]], Wrong]]:
     """Return the results of both ranks. Each rank imports Megatron once."""
-    return run_ranks(2, on_rank, timeout_s=550)
+    return run_ranks(farm, 2, on_rank, timeout_s=550)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from runtime.ranks import run_ranks
+from mcore.farm import Farm
+from mcore.ranks import run_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -93,8 +94,8 @@ def send_reports(rank: int) -> list[int]:
     return counts
 
 
-def test_losses_are_sent_in_one_message_without_changes() -> None:
+def test_losses_are_sent_in_one_message_without_changes(farm: Farm) -> None:
     """Values that are not tensors are sent only if they differ from the previous step."""
-    send_counts, received = run_ranks(2, send_reports)
+    send_counts, received = run_ranks(farm, 2, send_reports)
     assert send_counts == [1, 0, 1, 1]
     assert received == [3, 1, 3, 3]

@@ -1,6 +1,7 @@
 """Offloading of layers that compute on several streams: no memory is reused too early."""
 
-from runtime.ranks import run_ranks
+from mcore.farm import Farm
+from mcore.ranks import run_ranks
 
 
 def find_stream_faults(rank: int) -> list[list[str]]:
@@ -15,12 +16,14 @@ def find_stream_faults(rank: int) -> list[list[str]]:
     ]
 
 
-def test_tensors_read_by_another_stream_in_b_are_not_reused() -> None:
+def test_tensors_read_by_another_stream_in_b_are_not_reused(farm: Farm) -> None:
     """Shared experts are computed on a separate stream, concurrent with the routed experts.
 
     If their saved tensors are reloaded on the compute stream, the allocator can reuse the memory
     while the shared experts still read it.
     """
-    for package_faults, faults_without_skip in run_ranks(2, find_stream_faults, timeout_s=120):
+    for package_faults, faults_without_skip in run_ranks(
+        farm, 2, find_stream_faults, timeout_s=120
+    ):
         assert package_faults == []
         assert set(faults_without_skip) == {"memory of main goes while stream 1 may use it"}

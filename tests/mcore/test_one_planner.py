@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from runtime.ranks import run_ranks
+from mcore.farm import Farm
+from mcore.ranks import run_ranks
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -158,9 +159,9 @@ def plan_around_init(rank: int, port: int, fails: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["planned", "failed"])
-def test_ranks_use_the_rendezvous_of_megatron(fails: bool) -> None:
+def test_ranks_use_the_rendezvous_of_megatron(farm: Farm, fails: bool) -> None:
     planner_log, *other_logs = run_ranks(
-        3, plan_around_init, find_free_port(), fails, timeout_s=120
+        farm, 3, plan_around_init, find_free_port(), fails, timeout_s=120
     )
     heard = [f"{'no ' if fails else ''}{text}" for text in ("layers", "order", "ramp-up")]
     assert planner_log == [event for text in heard for event in ("plans", text)]

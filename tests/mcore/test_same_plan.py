@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runtime.ranks import run_ranks
+from mcore.farm import Farm
+from mcore.ranks import run_ranks
 
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
@@ -38,12 +39,12 @@ def compare_programs(rank: int, names: tuple[str, ...]) -> list[str]:
     return errors
 
 
-def test_different_pass_orders_fail_on_all_ranks() -> None:
-    errors_by_rank = run_ranks(3, compare_programs, ("v-half", "v-half", "v-zb"))
+def test_different_pass_orders_fail_on_all_ranks(farm: Farm) -> None:
+    errors_by_rank = run_ranks(farm, 3, compare_programs, ("v-half", "v-half", "v-zb"))
     (text,) = errors_by_rank[0]
     assert errors_by_rank == [[text]] * 3
     assert text.startswith("rank 2 has planned another order than rank 0 for 4 microbatches: ")
-    assert run_ranks(2, compare_programs, ("v-half", "v-half")) == [[], []]
+    assert run_ranks(farm, 2, compare_programs, ("v-half", "v-half")) == [[], []]
 
 
 def compare_counts(rank: int, count_of: tuple[int, ...], has_replicas: bool) -> str:
@@ -57,12 +58,14 @@ def compare_counts(rank: int, count_of: tuple[int, ...], has_replicas: bool) -> 
     return ""
 
 
-def test_only_dependent_ranks_need_the_same_number_of_microbatches() -> None:
-    assert run_ranks(4, compare_counts, (4, 4, 3, 3), True) == [""] * 4
-    text, *other_texts = run_ranks(4, compare_counts, (4, 4, 3, 3), False)
+def test_only_dependent_ranks_need_the_same_number_of_microbatches(farm: Farm) -> None:
+    assert run_ranks(farm, 4, compare_counts, (4, 4, 3, 3), True) == [""] * 4
+    text, *other_texts = run_ranks(farm, 4, compare_counts, (4, 4, 3, 3), False)
     assert text.startswith("rank 2 runs 3 microbatches in this step, rank 0 runs 4: ")
     assert other_texts == [text] * 3
-    assert run_ranks(2, compare_counts, (4, 3), False)[0].startswith("rank 1 runs 3 microbatches")
+    assert run_ranks(farm, 2, compare_counts, (4, 3), False)[0].startswith(
+        "rank 1 runs 3 microbatches"
+    )
 
 
 def compare_in_two_groups(rank: int, names: tuple[str, ...]) -> str:
@@ -77,8 +80,8 @@ def compare_in_two_groups(rank: int, names: tuple[str, ...]) -> str:
     return ""
 
 
-def test_ranks_of_several_groups_compare_through_common_ranks() -> None:
-    texts = run_ranks(4, compare_in_two_groups, ("v-half", "v-half", "v-half", "v-zb"))
+def test_ranks_of_several_groups_compare_through_common_ranks(farm: Farm) -> None:
+    texts = run_ranks(farm, 4, compare_in_two_groups, ("v-half", "v-half", "v-half", "v-zb"))
     assert all("rank 3 has planned another order than rank 0" in text for text in texts)
 
 
@@ -92,9 +95,9 @@ def compare_what_b_runs(rank: int, shares: tuple[float, ...]) -> str:
 
 
 @pytest.mark.slow
-def test_different_wgrad_overlaps_fail_on_all_ranks() -> None:
-    assert run_ranks(2, compare_what_b_runs, (0.5, 0.5)) == ["", ""]
-    texts = run_ranks(2, compare_what_b_runs, (0.5, 0.25))
+def test_different_wgrad_overlaps_fail_on_all_ranks(farm: Farm) -> None:
+    assert run_ranks(farm, 2, compare_what_b_runs, (0.5, 0.5)) == ["", ""]
+    texts = run_ranks(farm, 2, compare_what_b_runs, (0.5, 0.25))
     assert all("rank 1 has planned another order than rank 0" in text for text in texts)
 
 
@@ -105,9 +108,9 @@ def memory_of_replicas(rank: int) -> list[StaticMemory]:
 
 
 @pytest.mark.slow
-def test_memory_of_the_largest_replica_counts() -> None:
+def test_memory_of_the_largest_replica_counts(farm: Farm) -> None:
     expected = [StaticMemory(10, 10, 1, 0, 0), StaticMemory(10, 10, 100, 0, 0)]
-    assert run_ranks(4, memory_of_replicas) == [expected] * 4
+    assert run_ranks(farm, 4, memory_of_replicas) == [expected] * 4
 
 
 class Quantized(torch.Tensor):

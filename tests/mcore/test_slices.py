@@ -1,10 +1,7 @@
 """Sliced microbatches: losses and gradients equal unsliced ones and 1F1B to rounding."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,16 +32,6 @@ from megatron_vshape.mcore.setup.choice import narrowed, resolve_schedule
 from megatron_vshape.mcore.setup.features import Settings
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.step_state import TokenRange
-
-ROOT = Path(__file__).parents[2]
-
-SCRIPT = """
-import json, sys
-from megatron_vshape.mcore import cpu
-cpu.install()
-import sliced_steps
-sliced_steps.main(json.loads(sys.argv[1]))
-"""
 
 MOST = 1e-12
 """Maximum difference in 64 bits: of gradients as a share of the largest, and of weights."""
@@ -150,20 +137,14 @@ MUTANTS = {
 }
 
 
-def run_cases(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def run_cases(
+    farm: Farm, folder: Path, cases: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
     """Return the reports of `sliced_steps` for these cases."""
-    program = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(cases)]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    ended = subprocess.run(
-        program,
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        env=environment,
-        timeout=1800,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    reports = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    plugin = folder / "plugin.py"  # imported, as a library is, so that its names can be found
+    plugin.write_text("from sliced_steps import start")
+    (text,) = farm.run(1, plugin=plugin, given=cases, timeout_s=1800).check().output
+    reports = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     assert [report["case"] for report in reports] == list(cases)
     return {report["case"]: report for report in reports}
 
@@ -183,8 +164,8 @@ def assert_equal(reports: dict[str, dict[str, Any]], slices: dict[str, int]) -> 
 
 
 @pytest.fixture(scope="module")
-def reports() -> dict[str, dict[str, Any]]:
-    return run_cases(CASES | MUTANTS)
+def reports(farm: Farm, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return run_cases(farm, tmp_path_factory.mktemp("slices"), CASES | MUTANTS)
 
 
 def test_sliced_gradients_and_losses_equal_unsliced(
@@ -221,8 +202,9 @@ def test_gradients_of_keys_and_values_are_summed_in_one_buffer() -> None:
 
 
 @pytest.mark.slow
-def test_every_named_schedule_and_option() -> None:
-    assert_equal(run_cases(MORE), {name: case["slices"] for name, case in MORE.items()})
+def test_every_named_schedule_and_option(farm: Farm, tmp_path: Path) -> None:
+    slices = {name: case["slices"] for name, case in MORE.items()}
+    assert_equal(run_cases(farm, tmp_path, MORE), slices)
 
 
 def test_faults_between_slices_are_detected(reports: dict[str, dict[str, Any]]) -> None:

@@ -1,6 +1,7 @@
 """Megatron's local linears under tensor and sequence parallelism, split, on two gloo ranks."""
 
 import functools
+import importlib
 import inspect
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -8,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from runtime.ranks import run_ranks
+from mcore.farm import Farm
+from mcore.ranks import run_ranks
 
 SIZE, TOKENS = 4, 6  # of the full sequence
 
@@ -129,15 +131,15 @@ def two_layers(
 
 
 @functools.cache
-def run_two_layers(*args: bool) -> Any:
+def run_two_layers(farm: Farm, *args: bool) -> Any:
     """Run `two_layers` on two ranks, which import Megatron separately."""
-    return run_ranks(2, two_layers, *args)
+    return run_ranks(farm, 2, two_layers, *args)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_split_gradients_equal_megatron(sequence_parallel: bool) -> None:
-    full_results = run_two_layers(sequence_parallel, False)
-    split_results = run_two_layers(sequence_parallel, True)
+def test_split_gradients_equal_megatron(farm: Farm, sequence_parallel: bool) -> None:
+    full_results = run_two_layers(farm, sequence_parallel, False)
+    split_results = run_two_layers(farm, sequence_parallel, True)
     for (full_gradients, full_retained, _), (split_gradients, retained_elements, calls) in zip(
         full_results, split_results, strict=True
     ):
@@ -154,9 +156,9 @@ def test_split_gradients_equal_megatron(sequence_parallel: bool) -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_all_reduce_overlaps_with_deferred_wgrad(sequence_parallel: bool) -> None:
-    separate_results = run_two_layers(sequence_parallel, True)
-    overlapped_results = run_two_layers(sequence_parallel, True, True)
+def test_all_reduce_overlaps_with_deferred_wgrad(farm: Farm, sequence_parallel: bool) -> None:
+    separate_results = run_two_layers(farm, sequence_parallel, True)
+    overlapped_results = run_two_layers(farm, sequence_parallel, True, True)
     for (expected, _, _), (gradients, _, calls) in zip(
         separate_results, overlapped_results, strict=True
     ):
@@ -222,9 +224,9 @@ def row_parallel_layer(rank: int, split: bool) -> tuple[list[list[float]], list[
     ]
 
 
-def test_scattered_output_retains_only_the_local_part() -> None:
-    full_results = run_ranks(2, row_parallel_layer, False)
-    split_results = run_ranks(2, row_parallel_layer, True)
+def test_scattered_output_retains_only_the_local_part(farm: Farm) -> None:
+    full_results = run_ranks(farm, 2, row_parallel_layer, False)
+    split_results = run_ranks(farm, 2, row_parallel_layer, True)
     for (full_gradients, _), (split_gradients, retained_elements) in zip(
         full_results, split_results, strict=True
     ):
@@ -342,9 +344,9 @@ def unwrap_autocast(function: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_wgrad_uses_autocast_of_the_forward(dtype: torch.dtype) -> None:
+def test_wgrad_uses_autocast_of_the_forward(farm: Farm, dtype: torch.dtype) -> None:
     full_gradients, split_gradients = (
-        run_ranks(1, gradients_under_autocast, dtype, is_split) for is_split in (False, True)
+        run_ranks(farm, 1, gradients_under_autocast, dtype, is_split) for is_split in (False, True)
     )
     assert split_gradients == full_gradients
 
@@ -372,6 +374,7 @@ def record_kernels(rank: int) -> tuple[list[str], list[list[float]]]:
     from megatron_vshape.mcore.step_state import StepState
     from megatron_vshape.runtime import weight_jobs
 
+    importlib.reload(layers)  # it looks for apex when it is imported
     assert layers._grad_accum_fusion_available
     weight_jobs._addmm_has_out_dtype = lambda: True  # as from torch 2.10 on
     kernel_of = linear_layers.fused_kernel
@@ -397,8 +400,8 @@ def record_kernels(rank: int) -> tuple[list[str], list[list[float]]]:
     return called, sums
 
 
-def test_split_and_full_backward_use_the_same_kernels() -> None:
-    ((called, (full_kernels, split_kernels)),) = run_ranks(1, record_kernels)
+def test_split_and_full_backward_use_the_same_kernels(farm: Farm) -> None:
+    ((called, (full_kernels, split_kernels)),) = run_ranks(farm, 1, record_kernels)
     assert called == ["apex", "apex"]
     assert split_kernels == full_kernels
 
@@ -440,6 +443,6 @@ def full_backward_in_a_pass(rank: int) -> dict[tuple[bool, bool], tuple[bool, bo
     return results
 
 
-def test_full_backward_in_a_pass_leaves_no_dummy_gradient() -> None:
+def test_full_backward_in_a_pass_leaves_no_dummy_gradient(farm: Farm) -> None:
     """Transformer Engine would cache a dummy of the output layer's size; main_grad is equal."""
-    assert run_ranks(1, full_backward_in_a_pass) == [WHOLE]
+    assert run_ranks(farm, 1, full_backward_in_a_pass) == [WHOLE]

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from mcore import fake_te
+from mcore.farm import Farm
+from mcore.ranks import run_ranks
 from mcore.test_split_local import record_calls
-from runtime.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -467,9 +468,9 @@ def run_sequence_parallel(rank: int, mode: str) -> tuple[list[list[float]], int]
     ("mode", "expected_elements"), [("column", 8 * 6 + 16 * 6), ("row", 8 * 6 + 4 * 6)]
 )
 def test_sequence_parallel_retains_the_local_part_and_gathers_in_w(
-    mode: str, expected_elements: int
+    farm: Farm, mode: str, expected_elements: int
 ) -> None:
-    results = run_ranks(2, run_sequence_parallel, mode)
+    results = run_ranks(farm, 2, run_sequence_parallel, mode)
     for (whole_weight, whole_x, split_weight, split_x), _ in results:
         assert split_weight == whole_weight
         assert split_x == whole_x
@@ -510,9 +511,9 @@ def gradients_with_userbuffers(rank: int, split: bool) -> list[list[float]]:
     return [tensor.flatten().tolist() for tensor in grads]
 
 
-def test_jobs_do_not_retain_userbuffer_views() -> None:
+def test_jobs_do_not_retain_userbuffer_views(farm: Farm) -> None:
     full_gradients, split_gradients = (
-        run_ranks(2, gradients_with_userbuffers, is_split) for is_split in (False, True)
+        run_ranks(farm, 2, gradients_with_userbuffers, is_split) for is_split in (False, True)
     )
     assert split_gradients == full_gradients
 
@@ -615,9 +616,9 @@ def two_gathering_layers(rank: int, split: bool) -> tuple[list[list[float]], lis
     return [layer.weight_0.grad.flatten().tolist() for layer in layers], calls
 
 
-def test_next_gather_of_w_overlaps_with_the_previous_product() -> None:
+def test_next_gather_of_w_overlaps_with_the_previous_product(farm: Farm) -> None:
     full_results, split_results = (
-        run_ranks(2, two_gathering_layers, is_split) for is_split in (False, True)
+        run_ranks(farm, 2, two_gathering_layers, is_split) for is_split in (False, True)
     )
     for (expected, _), (gradients, calls) in zip(full_results, split_results, strict=True):
         assert gradients == expected

@@ -3,7 +3,7 @@
 torch replaces the compiled extension (te_on_cpu); all other code is the same as on a GPU.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,6 @@ import torch
 from mcore import fp8_unquantized
 from mcore.conftest import UNTIED, needs_hybrid
 from mcore.farm import Ended, Farm
-from mcore.test_real_te import directories
-from skips import TE_MISSING
 
 TE = (
     "--transformer-impl transformer_engine --attention-backend unfused --clip-grad 0 "
@@ -54,26 +52,21 @@ MODELS = {
 Train = Callable[..., Ended]
 
 
-@pytest.fixture(
-    scope="module",
-    params=directories() or [pytest.param("", marks=pytest.mark.skip(reason=TE_MISSING))],
-)
-def train(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Train]:
+@pytest.fixture(scope="module")
+def train(te_farm: Farm) -> Train:
     """Return a function that trains on four ranks with one version of Transformer Engine."""
-    farm = Farm(tmp_path_factory.mktemp("te"), transformer_engine=request.param)
     finished: dict[str, Ended] = {}
 
     def run(flags: str, plugin: str | None = None) -> Ended:
         if flags not in finished:
             without = () if UNFUSED in flags else (UNFUSED,)
             path = None if plugin is None else Path(plugin)
-            finished[flags] = farm.run(4, *TE.split(), *flags.split(), without=without, plugin=path)
+            finished[flags] = te_farm.run(
+                4, *TE.split(), *flags.split(), without=without, plugin=path
+            )
         return finished[flags].check()
 
-    yield run
-    farm.close()
+    return run
 
 
 def assert_gradients_equal(package_run: Ended, megatron_run: Ended) -> None:
