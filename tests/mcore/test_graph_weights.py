@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from mcore.farm import Ended, Farm
-from mcore.test_graphs import GRAPHS, MODEL, MODULES, PLUGIN, assert_same_numbers, captured_orders
+from mcore.test_graphs import (
+    GRAPHS,
+    MODEL,
+    MODULES,
+    PLUGIN,
+    SMALL,
+    assert_same_numbers,
+    captured_orders,
+)
 from mcore.test_te_training import EXPERTS, LATENT, MODELS
 from packaging.version import Version
 from torch import nn
@@ -87,8 +95,9 @@ class TestTraining:
     @pytest.mark.parametrize(
         ("schedule", "flags_text", "options"),
         [
-            ("v-half", "", {}),
-            ("v-half", SHARED_SEQUENCE, {}),
+            ("v-half", SMALL, {"ranks": 2}),
+            ("v-half", f"{SHARED_SEQUENCE} {SMALL}", {}),
+            pytest.param("v-half", "", {}, marks=slow),
             pytest.param("v-half", TWO, {}, marks=slow),
             pytest.param("v-half", "", {"fused": True}, marks=slow),
             pytest.param("v-zb", "", {"modules": "attn"}, marks=slow),
@@ -142,8 +151,8 @@ class TestHazards:
     """Hazards that change results or end the run if the code ignores them."""
 
     def test_a_w_that_reads_static_tensors_ends_the_run(self, trained: Trained) -> None:
-        package_run, _ = trained("v-half", given="static tensors")
-        assert package_run.codes != [0] * 4
+        package_run, _ = trained("v-half", SMALL, ranks=2, given="static tensors")
+        assert package_run.codes != [0] * 2
         assert any("may be overwritten before W" in text for text in package_run.output)
 
     @pytest.mark.slow

@@ -37,6 +37,8 @@ from megatron_vshape.runtime.weight_jobs import GatheringJob
 
 PLUGIN = Path(__file__).with_name("graphs_on_cpu.py")
 MODEL = f"--bf16 --train-iters 3 --clip-grad 0 {UNTIED} --eval-iters 1 --eval-interval 2"
+SMALL = "--num-layers 4 --global-batch-size 4"
+"""Layers and microbatches for two ranks."""
 GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 1"
 
 
@@ -90,29 +92,29 @@ SCOPES = {
 def test_graph_replays_equal_passes(
     farm: Farm, train: Callable[..., Ended], schedule: str, scope: str
 ) -> None:
-    flags = [*f"--pipeline-schedule {schedule} {MODEL}".split()]
+    flags = [*f"--pipeline-schedule {schedule} {MODEL} {SMALL}".split()]
     graphs = [*GRAPHS.split(), *SCOPES[schedule, scope].split()]
-    package_run = farm.run(4, *flags, *graphs, plugin=PLUGIN).check()
-    assert_same_numbers(package_run, train(4, *flags))
-    assert captured_orders(package_run) == rows_of(schedule, 4, 8)
+    package_run = farm.run(2, *flags, *graphs, plugin=PLUGIN).check()
+    assert_same_numbers(package_run, train(2, *flags))
+    assert captured_orders(package_run) == rows_of(schedule, 2, 4)
     assert "a CUDA graph replays them with B" in package_run.output[0]
 
 
 class TestWithoutCopies:
-    flags = (*f"--pipeline-schedule v-half {MODEL} {GRAPHS}".split(),)
+    flags = (*f"--pipeline-schedule v-half {MODEL} {SMALL} {GRAPHS}".split(),)
 
     def test_a_message_is_overwritten(self, farm: Farm) -> None:
-        careless = farm.run(4, *self.flags, plugin=PLUGIN, given="messages")
+        careless = farm.run(2, *self.flags, plugin=PLUGIN, given="messages")
         assert any("was overwritten while it was under way" in text for text in careless.output)
 
     def test_a_job_with_overwritten_inputs_changes_losses(
         self, farm: Farm, train: Callable[..., Ended]
     ) -> None:
         modules = [MODULES, "mlp"]  # attention's last weight reads its gradient
-        careless = farm.run(4, *self.flags, *modules, plugin=PLUGIN, given="jobs").check()
+        careless = farm.run(2, *self.flags, *modules, plugin=PLUGIN, given="jobs").check()
         careless_losses, plain_losses = (
             careless.record["losses"],
-            train(4, *self.flags[:-4]).record["losses"],
+            train(2, *self.flags[:-4]).record["losses"],
         )
         assert (
             careless_losses[:2] == plain_losses[:2]
@@ -136,12 +138,13 @@ slow = pytest.mark.slow
 )
 def test_transformer_engine_captures_and_replays_them(te_farm: Farm, modules: str) -> None:
     te = "--transformer-impl transformer_engine --attention-backend unfused"
-    flags = f"--pipeline-schedule v-half --pipeline-split-graphs off {te} {MODEL}".split()
+    options = f"--pipeline-split-graphs off {te} {MODEL} {SMALL}"
+    flags = f"--pipeline-schedule v-half {options}".split()
     scope = ["--cuda-graph-modules", modules] if modules else []
-    package_run = te_farm.run(4, *flags, *GRAPHS.split(), *scope, plugin=PLUGIN).check()
-    plain = te_farm.run(4, *flags).check()
+    package_run = te_farm.run(2, *flags, *GRAPHS.split(), *scope, plugin=PLUGIN).check()
+    plain = te_farm.run(2, *flags).check()
     assert_same_numbers(package_run, plain)
-    assert captured_orders(package_run) == rows_of("v-half", 4, 8)
+    assert captured_orders(package_run) == rows_of("v-half", 2, 4)
 
 
 @pytest.mark.parametrize("name", NAMES)
