@@ -55,7 +55,7 @@ from torch import Tensor, nn
 import megatron_vshape
 from megatron_vshape.mcore.features.vocabulary.model import Shards
 
-LAYERS, HIDDEN, VOCABULARY, LONGEST = 8, 32, 64, 24
+HIDDEN, VOCABULARY, LONGEST = 32, 64, 24
 
 SHARED = "embedding.word_embeddings", "output_layer"
 
@@ -101,7 +101,8 @@ class HybridProvider(DeferredConfig):
 def make_config(shape: str, ranks: int, trainer_options: dict[str, Any]) -> Any:
     """Return the model's config, made as this library does."""
     sizes: dict[str, Any] = {
-        "num_layers": LAYERS,
+        # One per stage of a V, or one per letter.
+        "num_layers": len(trainer_options.get("pattern", "").replace("|", "")) or 2 * ranks,
         "hidden_size": HIDDEN,
         "num_attention_heads": 4,
         "pipeline_dtype": torch.float32,

@@ -32,7 +32,8 @@ from megatron_vshape.mcore.setup.choice import resolve_schedule
 from megatron_vshape.mcore.setup.configure import pipeline_from_config
 from megatron_vshape.mcore.step.microbatches import iterators_by_chunk, share_iterators
 
-RANKS = 4
+RANKS = 2
+REPLICATED = 2 * RANKS
 
 
 class RunResults(NamedTuple):
@@ -142,6 +143,7 @@ def test_losses_equal_megatron_with_unequal_microbatches_of_replicas(
     farm: Farm, tmp_path: Path, schedule: str, overlaps: bool
 ) -> None:
     options = {"pipeline": 2, "counts": COUNTS, "distributed_optimizer": overlaps}
+    options |= {"ranks": REPLICATED}
     plain = run_library(farm, tmp_path, "verl", None, **options)
     assert sorted(map(len, plain.losses)) == sorted(sum(COUNTS, ()))
     assert_equal_results(run_library(farm, tmp_path, "verl", schedule, **options), plain)
@@ -152,8 +154,8 @@ def test_results_are_on_the_ranks_that_libraries_read(
     farm: Farm, tmp_path: Path, schedule: str
 ) -> None:
     """On the ranks of two replicas, with every reader that `callers` lists."""
-    plain = run_library(farm, tmp_path, "any", None, pipeline=2)
-    package_run = run_library(farm, tmp_path, "any", schedule, pipeline=2)
+    plain = run_library(farm, tmp_path, "any", None, ranks=REPLICATED, pipeline=2)
+    package_run = run_library(farm, tmp_path, "any", schedule, ranks=REPLICATED, pipeline=2)
     for rank, (package_results, megatron_results) in enumerate(
         zip(package_run.read, plain.read, strict=True)
     ):
@@ -172,16 +174,16 @@ def test_an_embedding_that_the_library_replaces_stays_tied(
     farm: Farm, tmp_path: Path, schedule: str
 ) -> None:
     """The library ties the embedding of every chunk again. In a V, first and last share it."""
-    plain = run_library(farm, tmp_path, "areal", None, ranks=2, extends=["replaced"])
+    plain = run_library(farm, tmp_path, "areal", None, extends=["replaced"])
     assert_equal_results(
-        run_library(farm, tmp_path, "areal", schedule, ranks=2, extends=["replaced"]), plain
+        run_library(farm, tmp_path, "areal", schedule, extends=["replaced"]), plain
     )
 
 
 def test_ranks_with_lost_connections_report_the_first_failure(farm: Farm, tmp_path: Path) -> None:
     """Outside of all passes, on the rank that the others wait for in the next step."""
     with pytest.raises(AssertionError) as failed:
-        run_library(farm, tmp_path, "verl", "v-half", fails=RANKS - 1)
+        run_library(farm, tmp_path, "verl", "v-half", ranks=4, fails=3)
     text = str(failed.value)
     assert "rank 3: KeyError: 'metrics'\n" in text
     message = r"rank \d \(device \d\): .*connection failed: .*; before, rank 3: KeyError"
@@ -223,7 +225,7 @@ SLIME = (
 @pytest.mark.parametrize("parsing", ["flags", "apart"])
 def test_a_library_with_megatrons_parser(farm: Farm, tmp_path: Path, parsing: str) -> None:
     """By flags in one process, and by `register` where another one validates the arguments."""
-    plain = run_library(farm, tmp_path, "slime", None, SLIME, apart=False)
+    plain = run_library(farm, tmp_path, "slime", None, SLIME, ranks=REPLICATED, apart=False)
     flags, options = ["--pipeline-schedule", "v-half"], {}
     if parsing == "apart":
         flags, options = [], {"schedule": "v-half"}
@@ -234,6 +236,7 @@ def test_a_library_with_megatrons_parser(farm: Farm, tmp_path: Path, parsing: st
         "v-half",
         [*SLIME, *flags],
         options=options,
+        ranks=REPLICATED,
         apart=parsing == "apart",
     )
     assert (plain.chunks, package_run.chunks) == (1, 2)
@@ -243,24 +246,25 @@ def test_a_library_with_megatrons_parser(farm: Farm, tmp_path: Path, parsing: st
 def test_schedule_registered_in_another_process_is_rejected(farm: Farm, tmp_path: Path) -> None:
     flags = [*SLIME, "--pipeline-schedule", "v-half"]
     with pytest.raises(AssertionError, match="v-half came with arguments that Megatron does not"):
-        run_library(farm, tmp_path, "slime", "v-half", flags, apart=True)
+        run_library(farm, tmp_path, "slime", "v-half", flags, ranks=REPLICATED, apart=True)
 
 
 @needs_hybrid
 @pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
 def test_a_hybrid_model(farm: Farm, tmp_path: Path, schedule: str) -> None:
     """Only the constructor gets the pattern. Stages in the pattern are those of the library."""
-    plain = run_library(farm, tmp_path, "areal", None, pattern="M-|*-|M*|-*")
+    plain = run_library(farm, tmp_path, "areal", None, pattern="M-*-|M*-*")
     package_run = run_library(farm, tmp_path, "areal", schedule, pattern="M-*-M*-*")
     assert_equal_results(package_run, plain)
-    marked = run_library(farm, tmp_path, "areal", schedule, pattern="M-|*-|M*|-*")
+    chunks = "M-|*-|M*|-*" if CHUNKS[schedule] == 2 else "M-*-|M*-*"
+    marked = run_library(farm, tmp_path, "areal", schedule, pattern=chunks)
     assert_equal_results(marked, plain)
 
 
 @pytest.mark.slow
 @needs_hybrid
 def test_a_provider_of_hybrid_models_that_knows_of_no_chunks(farm: Farm, tmp_path: Path) -> None:
-    plain = run_library(farm, tmp_path, "bridge", None, pattern="M-|*-|M*|-*")
+    plain = run_library(farm, tmp_path, "bridge", None, pattern="M-*-|M*-*")
     for schedule, chunks in (("v-half", 2), ("zb-h1", 1)):
         package_run = run_library(farm, tmp_path, "bridge", schedule, pattern="M-*-M*-*")
         assert package_run.chunks == chunks
@@ -272,7 +276,7 @@ def test_the_first_chunk_is_stepped_first_where_there_are_several(
     farm: Farm, tmp_path: Path, schedule: str, steps_ahead: bool
 ) -> None:
     """On replicas; with one chunk per rank there is nothing to step first, and it is turned off."""
-    sharded = {"pipeline": 2, "distributed_optimizer": True}
+    sharded = {"ranks": REPLICATED, "pipeline": 2, "distributed_optimizer": True}
     package_run = run_library(farm, tmp_path, "bridge", schedule, **sharded, steps_ahead=True)
     assert package_run.first["stepped_ahead"] is steps_ahead
     assert_equal_results(package_run, run_library(farm, tmp_path, "bridge", None, **sharded))
@@ -281,8 +285,9 @@ def test_the_first_chunk_is_stepped_first_where_there_are_several(
 @pytest.mark.parametrize("schedule", ["dualpipev", "v-half"])
 def test_overlapped_all_to_all_of_experts(farm: Farm, tmp_path: Path, schedule: str) -> None:
     """The library sets Megatron's option in its config. Its 1F1B does not support it."""
-    plain = run_library(farm, tmp_path, "bridge", None, pipeline=2, beside=False)
-    package_run = run_library(farm, tmp_path, "bridge", schedule, pipeline=2, beside=True)
+    sizes = {"ranks": REPLICATED, "pipeline": 2}
+    plain = run_library(farm, tmp_path, "bridge", None, **sizes, beside=False)
+    package_run = run_library(farm, tmp_path, "bridge", schedule, **sizes, beside=True)
     assert package_run.chunks == 2
     for package_losses, megatron_losses in zip(package_run.losses, plain.losses, strict=True):
         assert package_losses == pytest.approx(megatron_losses, rel=2e-3)
@@ -300,13 +305,12 @@ def test_overlapped_all_to_all_of_experts(farm: Farm, tmp_path: Path, schedule: 
 
 def test_megatron_core_without_a_trainer(farm: Farm, tmp_path: Path) -> None:
     """In separate processes, in which megatron.training cannot be imported."""
-    ranks = 2
-    plain = run_library(farm, tmp_path, "bridge", None, ranks=ranks)
+    plain = run_library(farm, tmp_path, "bridge", None)
     folder = tmp_path / "alone"
     folder.mkdir()
     port = str(random.SystemRandom().randrange(10_000, 32_000))
     alone = Path(__file__).with_name("without_trainer.py")
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
     ended = subprocess.run(
         [sys.executable, *launcher, "--master-port", port, str(alone), str(folder)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(alone.parents[2])},
@@ -316,7 +320,7 @@ def test_megatron_core_without_a_trainer(farm: Farm, tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr[-6000:]
     assert "flags name a schedule (No module named 'megatron.training')" in ended.stdout
-    package_run = load_results(folder, ranks)
+    package_run = load_results(folder)
     assert package_run.chunks == 2
     assert_equal_results(package_run, plain)
 
@@ -336,7 +340,7 @@ def test_a_schedule_file_and_a_layer_split(farm: Farm, tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(make("v-half", RANKS, 8).to_json())
     plain = run_library(farm, tmp_path, "bridge", None)
-    options = {"layer_split": "0,1,1,2,1,1,2,0"}
+    options = {"layer_split": "0,1,2,1"}
     package_run = run_library(farm, tmp_path, "bridge", str(file), options=options)
     assert package_run.chunks == 2
     assert_equal_results(package_run, plain)

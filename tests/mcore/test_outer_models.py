@@ -12,7 +12,7 @@ from mcore.farm import Farm
 pytest.importorskip("megatron.training")
 
 PLUGIN = Path(__file__).with_name("outer_model.py")
-RANKS = 4
+RANKS = 2
 WARNING = "OuterModel has an encoder on the first stage, and all stages have"
 
 
@@ -25,16 +25,16 @@ class Trained(NamedTuple):
     output: str
 
 
-def train(farm: Farm, folder: Path, **options: Any) -> Trained:
-    """Train on four ranks, and return the results of all."""
+def train(farm: Farm, folder: Path, ranks: int = RANKS, **options: Any) -> Trained:
+    """Train, and return the results of all ranks."""
     folder = folder / str(len(list(folder.iterdir())))
     folder.mkdir()
     # Imported, as a library is: the hooks find names only in modules.
     trainer = folder / "trainer.py"
     trainer.write_text("from outer_model import start")
     options = {"library": "bridge", "directory": str(folder)} | options
-    output = farm.run(RANKS, plugin=trainer, given=options).check().output
-    records = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    output = farm.run(ranks, plugin=trainer, given=options).check().output
+    records = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
     return Trained(
         losses=[loss for record in records for loss in record["losses"]],
         gradients={
@@ -83,10 +83,10 @@ def test_gradients_equal_1f1b(
     assert all(stock.gradients[name].any() for name in encoder)
 
 
-def test_balanced_layers_equal_1f1b(farm: Farm, tmp_path: Path, stock: Trained) -> None:
+def test_balanced_layers_equal_1f1b(farm: Farm, tmp_path: Path) -> None:
     options = {"layer_split": "auto", "encoder_layers": 2}
-    run = train(farm, tmp_path, schedule="v-half", options=options)
-    assert_equal(run, stock)
+    run = train(farm, tmp_path, 4, schedule="v-half", options=options)
+    assert_equal(run, train(farm, tmp_path, 4, schedule=None))
     assert "layers per stage, in model order: 0,1,1,1,1,2,2,0" in run.output
     assert WARNING not in run.output
 

@@ -128,7 +128,7 @@ def test_fp16_with_clipping_at_times_and_infinite_gradients(lab: Lab) -> None:
 def test_bf16_distributed_optimizer_with_dropout_and_per_token_loss(lab: Lab) -> None:
     flags = "--bf16 --loss-scale 64 --calculate-per-token-loss --hidden-dropout 0.1".split()
     clipping = ("--clip-grad", "1.9")
-    flags = [*FIFTY, "--train-iters", "10", *flags, *clipping, *DATA_PARALLEL]
+    flags = [*FIFTY, *"--train-iters 10 --num-layers 4".split(), *flags, *clipping, *DATA_PARALLEL]
     _, ahead = lab.both(*flags, infected=(5, 8))
     guessed, undone = count_early_starts(ahead)
     assert 0 < undone < guessed
@@ -262,8 +262,8 @@ def test_schedule_without_gain_logs_one_line(farm: Farm) -> None:
         "--optimizer-post-validation gains nothing with --log-interval 1: an iteration that is "
     )
     all_schedules, other_run = (
-        farm.run(4, *V_ZB, POST_VALIDATION, "--log-interval", interval).check()
+        farm.run(2, *V_ZB, POST_VALIDATION, "--log-interval", interval).check()
         for interval in ("1", "2")
     )
-    assert [text.count(message) for text in all_schedules.output] == [1, 0, 0, 0]
-    assert [text.count(message) for text in other_run.output] == [0] * 4
+    assert [text.count(message) for text in all_schedules.output] == [1, 0]
+    assert [text.count(message) for text in other_run.output] == [0, 0]

@@ -270,7 +270,7 @@ def test_library_training_equals_its_1f1b(farm: Farm, tmp_path: Path, shape: str
     plain = run_library(farm, tmp_path, shape, None)
     for schedule in ("v-half", "zb-h1"):
         package_run = run_library(farm, tmp_path, shape, schedule, options={"vocab_parallel": True})
-        assert "embedding.word_embeddings.weight@0016" in package_run.parameters
+        assert "embedding.word_embeddings.weight@0032" in package_run.parameters
         assert_equal_results(join_rows(package_run), plain)
 
 
