@@ -1,26 +1,53 @@
 """doctor: versions, warnings, hooks and options, and an exit status: 1 if a hook does not fit."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from megatron_vshape.cli import doctor
 
 ROOT = Path(__file__).parents[2]
-MOVED = """
-import sys
+THREE_REPORTS = """
+import contextlib, io, json, sys
+from megatron_vshape.cli.main import main
+
+def report(*options):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        status = main(["doctor", *options])
+    print(json.dumps([status, out.getvalue()]), flush=True)
+
+report("--verbose")
+report()
 import megatron.training.training as training
 training.train = lambda everything: None
+report()
 """
-DOCTOR = """
-from megatron_vshape.cli.main import main
-sys.exit(main(["doctor"]))
+"""The verbose report, the short one, and that of a Megatron with another trainer.
+
+In one process, because the import of Megatron takes most of its time.
 """
-ON_CPU = "from megatron_vshape.mcore import cpu; cpu.install()\n"
+
+
+class Report(NamedTuple):
+    """Exit status and output of doctor, and all that the process wrote to stderr."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[Report]:
+    pytest.importorskip("megatron.training")
+    run = python("-c", THREE_REPORTS)
+    assert run.returncode == 0, run.stderr
+    return [Report(*json.loads(line), run.stderr) for line in run.stdout.splitlines()]
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -40,7 +67,7 @@ def test_doctor_lists_missing_packages() -> None:
     assert "\nplanning: ready\ntraining: requires megatron-core\ndrawing: pip" in run.stdout
 
 
-def test_verbose_doctor_lists_hooks_and_options() -> None:
+def test_verbose_doctor_lists_hooks_and_options(reports: list[Report]) -> None:
     core = pytest.importorskip("megatron.core")
     from megatron_vshape.mcore.hooks import registry
     from megatron_vshape.mcore.refusals import REFUSALS, By
@@ -49,8 +76,8 @@ def test_verbose_doctor_lists_hooks_and_options() -> None:
     from megatron_vshape.mcore.setup.judgements import words
     from megatron_vshape.mcore.setup.translate import TRANSLATIONS
 
-    run = python("-m", "megatron_vshape.cli.main", "doctor", "--verbose")
-    assert run.returncode == 0, run.stdout + run.stderr
+    run = reports[0]
+    assert run.status == 0, run.stdout + run.stderr
     assert run.stderr == ""
     text = " ".join(run.stdout.split())
     version = core.__version__.partition("+")[0]
@@ -72,10 +99,10 @@ def test_verbose_doctor_lists_hooks_and_options() -> None:
     assert text.endswith("planning: ready training: ready drawing: ready")
 
 
-def test_the_report_is_short_and_names_options() -> None:
+def test_the_report_is_short_and_names_options(reports: list[Report]) -> None:
     core = pytest.importorskip("megatron.core")
-    run = python("-m", "megatron_vshape.cli.main", "doctor")
-    assert run.returncode == 0, run.stdout + run.stderr
+    run = reports[1]
+    assert run.status == 0, run.stdout + run.stderr
     lines = run.stdout.splitlines()
     assert len(lines) < 140
     version = core.__version__.partition("+")[0]
@@ -98,17 +125,17 @@ def test_doctor_accepts_another_megatron_checkout(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     (tmp_path / "megatron" / "core").mkdir(parents=True)
     (tmp_path / "megatron" / "core" / "__init__.py").write_text("__version__ = '0.99.1'\n")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{DOCTOR}"
+    doctor = "from megatron_vshape.cli.main import main\nsys.exit(main(['doctor']))"
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{doctor}"
     run = python("-c", code)
     assert run.returncode == 1
     assert "does not fit: megatron-core" in run.stdout.splitlines()[-1]
     assert "cannot be imported: " in run.stdout.splitlines()[-1]
 
 
-def test_a_moved_target_is_named_and_is_status_1() -> None:
-    pytest.importorskip("megatron.training")
-    run = python("-c", ON_CPU + MOVED + DOCTOR)
-    assert run.returncode == 1, run.stderr
+def test_a_moved_target_is_named_and_is_status_1(reports: list[Report]) -> None:
+    run = reports[2]
+    assert run.status == 1, run.stderr
     assert "moved  megatron.training.training.train(" in run.stdout
     last = run.stdout.splitlines()[-1]
     assert last.startswith("does not fit: megatron-core 0.")

@@ -1,8 +1,8 @@
 """Dry runs of many commands that import Megatron once.
 
 As a script, this file is a process that prepares like a worker of dry runs and forks for every set
-of jobs: imports take longer than most dry runs of the tests. `Warm` starts such processes, and the
-command line runs its jobs in them.
+of jobs: imports take longer than most dry runs of the tests. `Warm` starts such processes, unless
+another one with the same folder `common` has, and the command line runs its jobs in them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 from unittest import mock
+
+import servers
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,9 +47,9 @@ def alone(folder: Path, *arguments: str) -> PassRecord:
 class Warm:
     """Prepared processes, one per pair of Megatron and Transformer Engine."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._processes: dict[str, subprocess.Popen[str]] = {}
+    def __init__(self, folder: Path, common: Path) -> None:
+        self._folder, self._common = folder, common
+        self._requests: dict[str, IO[str]] = {}
         self._asked = 0
 
     def __call__(self, folder: Path, *arguments: str) -> PassRecord:
@@ -71,45 +74,40 @@ class Warm:
             self._folder / f"{kind}{self._asked}" for kind in ("asked", "told")
         )
         job_file.write_text("".join(json.dumps(job) + "\n" for job in jobs))
-        process = self._process(programs)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps([str(job_file), str(result_file), programs.jobs]) + "\n")
-        process.stdin.flush()
-        assert process.stdout.readline() == "0\n", (self._folder / "log").read_text()[-3000:]
-        yield from map(json.loads, result_file.read_text().splitlines())
-
-    def _process(self, programs: Any) -> subprocess.Popen[str]:
         paths = {
             name: None if path is None else str(path.resolve())
             for name, path in (("megatron", programs.megatron), ("te", programs.te))
         }
         key = json.dumps(paths)
-        if key not in self._processes:
-            with (self._folder / "log").open("a") as log:
-                self._processes[key] = subprocess.Popen(
-                    [sys.executable, __file__, key],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    text=True,
-                    env={**os.environ, "PYTHONPATH": str(ROOT)},
-                )
-        return self._processes[key]
+        name = f"warm{zlib.crc32(key.encode())}"
+        if key not in self._requests:
+            environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+            command = [__file__, key]
+            self._requests[key] = servers.connect(self._common, name, command, environment)
+        requests = self._requests[key]
+        requests.write(json.dumps([str(job_file), str(result_file), programs.jobs]) + "\n")
+        requests.flush()
+        assert requests.readline() == "0\n", (self._common / f"{name}.log").read_text()[-3000:]
+        yield from map(json.loads, result_file.read_text().splitlines())
 
     def close(self) -> None:
-        """End the processes."""
-        for process in self._processes.values():
-            process.communicate(timeout=60)
+        """End the connections, and with the last one the processes."""
+        for requests in self._requests.values():
+            requests.close()
 
 
 def _serve() -> None:
     from megatron_vshape.rehearsal import worker
 
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
     worker.prepare(**json.loads(sys.argv[1]))
-    for line in sys.stdin:
+    servers.serve(_handle)
+
+
+def _handle(requests: IO[str]) -> None:
+    """Fork for the jobs of each line."""
+    from megatron_vshape.rehearsal import worker
+
+    for line in requests:
         job_file, result_file, at_once = json.loads(line)
         child = os.fork()
         if not child:
@@ -117,7 +115,7 @@ def _serve() -> None:
                 worker.serve(iter(jobs), out, at_once)
             os._exit(0)
         _, status = os.waitpid(child, 0)
-        print(status, file=answers, flush=True)
+        print(status, file=requests, flush=True)
 
 
 if __name__ == "__main__":
