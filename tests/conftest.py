@@ -3,10 +3,12 @@
 import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from rehearsal.warm import Warm
 
 pytest_plugins = ["skips"]
 
@@ -93,6 +95,10 @@ SLOW = {
     "mcore/test_library.py": {
         "test_a_library_with_megatrons_parser": ["flags"],
         "test_a_hybrid_model": ["zb-h1"],
+        "test_losses_equal_megatron_with_unequal_microbatches_of_replicas": [
+            "v-half-False",
+            "zb-h1-True",
+        ],
         "test_an_embedding_that_the_library_replaces_stays_tied": ["zb-h1"],
         "test_results_are_on_the_ranks_that_libraries_read": ["zb-h1"],
         "test_the_first_chunk_is_stepped_first_where_there_are_several": ["zb-h1-False"],
@@ -130,6 +136,10 @@ SLOW = {
             "experts",
         ],
         "test_measured_peaks_equal_predicted_peaks": ["v-half"],
+    },
+    "mcore/test_outer_models.py": {
+        "test_frozen_parts_equal_1f1b": ["encoder-v-zb", "language-v-half"],
+        "test_gradients_equal_1f1b": ["mbridge-zb-h1", "bridge-1f1b-v"],
     },
     "mcore/test_paged_stash.py": {
         "test_overflowed_step_is_rerun_with_equal_results": ["zb-h1-False"],
@@ -197,6 +207,11 @@ SLOW = {
             "zb-h1, tied",
         ],
         "test_library_training_equals_its_1f1b": ["bridge"],
+        "test_variable_length_microbatches_equal_megatron": [
+            "lengths-zb-h1",
+            "lengths, tied-zb-h1",
+            "numbers of sequences-zb-h1",
+        ],
         "test_training_in_16_bits": ["--bf16"],
         "test_vocabulary_parallelism_with_other_parallelism": [
             "DP, distributed optimizer, overlaps"
@@ -218,6 +233,14 @@ def common(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of the session that all workers of pytest-xdist share."""
     folder = tmp_path_factory.getbasetemp()
     return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory, common: Path) -> Iterator[Warm]:
+    """Return a runner of the command line whose dry runs import Megatron once."""
+    warm = Warm(tmp_path_factory.mktemp("warm"), common)
+    yield warm
+    warm.close()
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rehearsal.reports import report_of
+from rehearsal.warm import Warm
 from tuning.counts import Fake, predictor_of
 from tuning.samples import load_sample, write_sweep
 
@@ -695,9 +696,10 @@ def test_flags_name_a_schedule_only_if_training_has_the_name(name: str, value: s
     assert row_command(row, subject, "plan.json").value("--pipeline-schedule") == value
 
 
-def test_rows_that_do_not_start_are_found() -> None:
+def test_rows_that_do_not_start_are_found(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron rejects two flags for virtual stages; a plan is checked with its schedule file."""
     pytest.importorskip("megatron.core")
+    monkeypatch.setattr("megatron_vshape.rehearsal.ranks.run_jobs", warm.run_jobs)
     subject = Subject.of_command(["pretrain_gpt.py", *SMALL.split()], "")
     config = configuration_of_command(subject, 2)
     schedule = plan_request(PlanRequest("v-half", 2, config.num_microbatches)).schedule
