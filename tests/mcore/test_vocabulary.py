@@ -359,7 +359,7 @@ def test_extended_embedding_and_output_layer_without_vocabulary_parallelism(
     plain = run_library(farm, tmp_path, "bridge", None, ranks=2)
     extends = ["scaled", "capped"]
     extended = run_library(farm, tmp_path, "bridge", None, ranks=2, extends=extends)
-    assert abs(extended.losses[0][0] - plain.losses[0][0]) > 0.01
+    assert abs(extended.losses[0][0] - plain.losses[0][0]) > 1e-3
     for schedule in ("v-half", "zb-h1"):
         assert_equal_results(
             run_library(farm, tmp_path, "bridge", schedule, ranks=2, extends=extends), extended

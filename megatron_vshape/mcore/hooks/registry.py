@@ -233,11 +233,16 @@ def uninstall() -> None:
     _swap(replaced_functions, Replaced())
 
 
+_WITHOUT_MEGATRON = frozenset({"megatron_vshape", "torch", "numpy", "sympy"})
+"""Packages without imports of Megatron, whose modules have more than half of all attributes."""
+
+
 def _swap(pairs: Mapping[int, tuple[Any, Any]], replaced: Replaced) -> None:
     """Replace `pair[0]` by `pair[1]` under any name in all modules outside this package."""
     # A copy of the list: reading attributes of lazy modules can import further modules.
     for module in list(sys.modules.values()):
-        if module is None or str(getattr(module, "__name__", "")).startswith("megatron_vshape"):
+        package = str(getattr(module, "__name__", "")).partition(".")[0]
+        if module is None or package in _WITHOUT_MEGATRON:
             continue
         for name, value in list(getattr(module, "__dict__", {}).items()):
             pair = pairs.get(id(value))
