@@ -79,7 +79,7 @@ def test_repeated_steps_use_the_same_order(farm: Farm, tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
     flags = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file), UNTIED)
-    flags = (*flags, "--train-iters", "4", "--eval-interval", "2", "--eval-iters", "1")
+    flags = (*flags, *"--num-layers 4 --train-iters 4 --eval-interval 2 --eval-iters 1".split())
     once = farm.run(2, *flags, plugin=PRINTED).check()
     twice = farm.run(2, *flags, plugin=PRINTED, given="repeats").check()
     assert len(set(orders_of(once))) == len(orders_of(once)) == 4
@@ -98,7 +98,8 @@ def test_resumed_run_continues_with_unused_batches(farm: Farm, tmp_path: Path) -
     file = tmp_path / "costs.json"
     file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
     flags = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file), UNTIED)
-    flags = (*flags, "--num-workers", "1", "--train-iters", "6", "--ckpt-format", "torch_dist")
+    flags = (*flags, *"--num-layers 4 --num-workers 1 --train-iters 6".split())
+    flags = (*flags, "--ckpt-format", "torch_dist")
     uninterrupted = farm.run(2, *flags, plugin=PRINTED).check()
     saved = ("--save", str(tmp_path), "--save-interval", "4", "--exit-interval", "4")
     first = farm.run(2, *flags, *saved, plugin=PRINTED, given="saves").check()
@@ -258,7 +259,7 @@ def test_ranks_of_a_stage_use_the_same_order(farm: Farm, tmp_path: Path, paralle
         "2",
         *OVERLAPPED[parallelism].split(),
     )
-    flags = (*flags, "--train-iters", "4", "--num-workers", "1")
+    flags = (*flags, *"--num-layers 4 --train-iters 4 --num-workers 1".split())
     megatron_run = farm.run(4, "--pipeline-schedule", "1f1b", *flags, plugin=PLUGIN).check()
     planned = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file))
     plugin = PARTS if parallelism == "CP" else PLUGIN
