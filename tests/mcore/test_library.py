@@ -304,15 +304,14 @@ def test_overlapped_all_to_all_of_experts(farm: Farm, tmp_path: Path, schedule: 
 
 
 def test_megatron_core_without_a_trainer(farm: Farm, tmp_path: Path) -> None:
-    """In separate processes, in which megatron.training cannot be imported."""
+    """In processes in which megatron.training cannot be imported."""
     plain = run_library(farm, tmp_path, "bridge", None)
     folder = tmp_path / "alone"
     folder.mkdir()
     port = str(random.SystemRandom().randrange(10_000, 32_000))
     alone = Path(__file__).with_name("without_trainer.py")
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
     ended = subprocess.run(
-        [sys.executable, *launcher, "--master-port", port, str(alone), str(folder)],
+        [sys.executable, str(alone), str(folder), port],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(alone.parents[2])},
         capture_output=True,
         text=True,

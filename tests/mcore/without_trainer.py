@@ -1,4 +1,9 @@
-"""A rank of a library where megatron-core is, and Megatron-LM's trainer is not."""
+"""Two ranks of a library with megatron-core and without Megatron-LM's trainer.
+
+    python without_trainer.py FOLDER PORT
+
+The process imports Megatron, and forks the second rank.
+"""
 
 from __future__ import annotations
 
@@ -29,5 +34,7 @@ try:
     megatron_vshape.register()
 except RuntimeError as error:
     print(error, flush=True)
+rank = 1 if os.fork() == 0 else 0
+os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2])
 settings = {"shape": "bridge", "schedule": "v-half", "directory": sys.argv[1]}
-other_trainer.start(int(os.environ["RANK"]), settings)
+other_trainer.start(rank, settings)
