@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,11 @@ from hypothesis import settings
 from rehearsal.warm import Warm
 
 pytest_plugins = ["skips"]
+
+# As in scripts/lib.sh: packages may come uncompiled, and a process that compiles Megatron's imports
+# for itself needs 16 seconds instead of 6.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A busy machine makes any example slow, and the deadline of 200 ms would fail a correct one.
 settings.register_profile("any machine", deadline=None)
