@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from megatron_vshape.view.chrome_trace import write_trace
     from megatron_vshape.view.figure import save, schedule_figure
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOMES = {
     "core.check.simulate": "peak_held simulate",

@@ -21,7 +21,7 @@ PAGES = [
     *sorted((ROOT / "configs").glob("**/*.md")),
     *sorted((ROOT / "patches").glob("*.md")),
 ]
-MAX_WORDS, MAX_PAGES = 14_000, 10
+MAX_WORDS, MAX_PAGES = 14_200, 10
 
 _FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)]+))?\)")
