@@ -128,6 +128,19 @@ def test_peak_is_within_lifespan_bounds(name: str, d: int) -> None:
             assert peak <= bound + 1e-9
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("devices", "microbatches"), [(2, 8), (5, 7), (8, 24)])
+def test_passes_of_a_stage_are_in_microbatch_order(
+    name: str, devices: int, microbatches: int
+) -> None:
+    """Gradients are added in this order, as with 1F1B: their sums are equal bit for bit."""
+    microbatches_of: dict[tuple[Kind, int], list[int]] = {}
+    for row in make(name, devices, microbatches).order:
+        for work in row:
+            microbatches_of.setdefault((work.kind, work.stage), []).append(work.microbatch)
+    assert all(numbers == [*range(microbatches)] for numbers in microbatches_of.values())
+
+
 def test_one_device_is_never_idle() -> None:
     for name in NAMES:
         assert figures(make(name, 1, 6))[1] == 0, name
