@@ -118,6 +118,7 @@ def run(options: argparse.Namespace) -> int:
     command, sizes = _read_sized_command(options)
     if violations := violations_of(command, sizes):
         return _reject(command, violations, options.check)
+    check_required_flags(command)
     fetch_missing(options, command)
     gpu = _gpu(options)
     headroom_bytes = headroom_bytes_of(options.headroom, gpu.memory_bytes)
@@ -177,7 +178,6 @@ def _read_sized_command(options: argparse.Namespace) -> tuple[Command, Sizes]:
     sizes = sizes_of(command, gpus if options.gpus is None else options.gpus.number)
     if options.model is not None:
         command = with_batch(command, sizes.world)
-    check_required_flags(command)
     return command, sizes
 
 

@@ -206,7 +206,7 @@ def test_plan_for_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert f"\nmakespan with full backwards {timeline.makespan:.6g}, simulated" in shown
     assert f"--parallelism.pipeline_parallel_schedule_csv {path}" in shown
     assert main([*arguments, "--offload", "1"]) == 2
-    assert "--format torch does not support --offload" in capsys.readouterr().err
+    assert "--format torch does not support the passes D" in capsys.readouterr().err
 
 
 def test_host_memory_may_have_a_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,9 @@ SETS_PLUGIN = Path(__file__).with_name("several_sets.py")
 def test_skipped_iterations_equal_1f1b(train: Train, ranks: int, flags: str) -> None:
     expected = train(2, "--pipeline-schedule", "1f1b", *SKIP)
     assert len(losses(expected)) == 2
-    assert_equal_training(train(ranks, "--pipeline-schedule", *flags.split(), *SKIP), expected)
+    run = train(ranks, "--pipeline-schedule", *flags.split(), *SKIP)
+    # Sums over the vocabulary are rounded in another order, and Adam enlarges the difference.
+    assert_equal_training(run, expected, weights=1e-4 if "vocab" in flags else 1e-5)
 
 
 def evaluate_sets(farm: Farm, ranks: int, schedule: str, everywhere: bool) -> Ended:

@@ -15,8 +15,6 @@ import torch
 from mcore import fp8_unquantized
 from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
-from mcore.test_real_te import directories
-from skips import TE_MISSING
 from torch import Tensor, nn
 
 pytest.importorskip("megatron.training")
@@ -120,19 +118,16 @@ def first_step_s(run: Ended) -> float:
     return max(float(first) - float(second) for first, second in seconds)
 
 
-@pytest.mark.parametrize(
-    "directory", directories() or [pytest.param("", marks=pytest.mark.skip(reason=TE_MISSING))]
-)
-def test_te_layers_mark_the_first_microbatch_again(tmp_path: Path, directory: str) -> None:
+def test_te_layers_mark_the_first_microbatch_again(te_farm: Farm) -> None:
     """A CPU has no FP8 kernels: their scales are tested in `test_snapshot_restores_state`."""
-    farm = Farm(tmp_path, transformer_engine=directory)
     flags = (
         *("--transformer-impl", "transformer_engine", "--attention-backend", "unfused"),
         *("--pipeline-schedule", "v-half", *STEPS, *fp8_unquantized.FLAGS.split()),
     )
     plugin = Path(fp8_unquantized.__file__)
-    without, run = (farm.run(2, *flags, *more, plugin=plugin).check() for more in ((), (WARMUP,)))
-    farm.close()
+    without, run = (
+        te_farm.run(2, *flags, *more, plugin=plugin).check() for more in ((), (WARMUP,))
+    )
     assert_equal(run, without)
 
 

@@ -99,8 +99,9 @@ def test_without_a_terminal_one_error_names_the_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     monkeypatch.setattr("megatron_vshape.cli.files.is_installed", lambda module: True)
-    sizes = ["--num-layers", "4", "--hidden-size", "64"]
-    assert main([*words, "--", "pretrain_gpt.py", *sizes]) == 2
+    sizes = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
+    sizes += " --max-position-embeddings 64 --micro-batch-size 1"
+    assert main([*words, "--", "pretrain_gpt.py", *sizes.split()]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "`megatron-vshape rehearse --fetch`" in error

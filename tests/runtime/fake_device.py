@@ -88,6 +88,9 @@ class DeviceTensor:
     def dim(self) -> int:
         return len(self.shape)
 
+    def __getitem__(self, index: int) -> "DeviceTensor":
+        return self  # the content of a connecting message is one number, whatever its size
+
     def __int__(self) -> int:
         return self._on_host()
 
