@@ -56,7 +56,7 @@ RECORDED_DIGESTS = {
     "zb-h1": "d4ebebf5f953c0fd",
     "zb-h2": "0c3868bac8d3ecaf",
     "1f1b-v": "39d4c74024abf8b2",
-    "v-two-thirds": "a3fce3a7386bd887",
+    "v-two-thirds": "c2a42212a3e9e847",
     "v-min": "d17bc39144836c47",
     "v-half": "8b62d2c666e4caae",
     "v-zb": "2e0b0dcdd012803f",
