@@ -4,7 +4,7 @@
 
 Two ranks share one GPU, over NCCL, with the small GPT of bench_nccl.py; with `--device cpu`, they
 use gloo. The losses must be equal digit by digit. Exits with 1 if they are not, or if a run fails.
-Ranks that share a GPU take turns: the seconds show that the warm-up ran, not what it saves.
+Ranks that share a GPU take turns: the seconds show that the warm-up ran, not the time saved.
 """
 
 from __future__ import annotations

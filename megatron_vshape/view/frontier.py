@@ -15,7 +15,7 @@ _TICKS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 """Percent."""
 
 _PUBLISHED = "#333333"
-"""Color of published schedules, whose names stand next to their points."""
+"""Color of published schedules, whose names are next to their points."""
 
 
 def frontier_figure(

@@ -1,4 +1,4 @@
-"""Megatron runs the commands of a trial, and its log has what the trial reads."""
+"""Megatron runs the commands of a trial, and the trial reads times and losses from its log."""
 
 from pathlib import Path
 

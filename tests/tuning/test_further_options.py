@@ -23,7 +23,7 @@ PROGRAMS = DryRunConfig(
 
 
 def name_of(job: Mapping[str, Any]) -> str:
-    """Return what is tried in a job."""
+    """Name the options of a job."""
     if job["lora"] is not None:
         return "lora"
     if "--exp-avg-dtype" in job["flags"]:

@@ -101,7 +101,7 @@ def test_figure_has_title_legend_and_units(tmp_path):
     assert "bubble 5.9 %" in texts
     assert "chunks; dashed line: 8, peak of 1F1B" in texts
     assert "time, in passes of one chunk" in texts
-    assert texts.count("rank") == 2  # beside the passes and the memory
+    assert texts.count("rank") == 2  # labels of the passes and of the memory
     assert {"forward", "input gradient", "weight gradient"} <= set(texts)
     assert "full backward" not in texts
     texts_1f1b = draw(tmp_path, schedule_figure(simulate(make("1f1b", 4, 8)))).texts
