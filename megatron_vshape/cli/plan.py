@@ -80,6 +80,7 @@ from megatron_vshape.view.numbers import (
     GIB,
     idle_lines,
     labelled,
+    layer_lines,
     overhead_lines,
     peak_lines,
     percent,
@@ -248,7 +249,7 @@ def run(options: argparse.Namespace) -> int:
         budget = Budget(options.seconds, progress.search)
 
         def report_best(best: PlanResult | None) -> None:
-            text = "none yet"
+            text = "none yet; the best published schedule follows"
             if best is not None:
                 text = f"{units.time(best.plan.value)}, peak {units.memory(max(best.plan.peak))}"
             progress.print_line(f"interrupted; the best so far: {text}")
@@ -547,9 +548,7 @@ def _print(request: PlanRequest, result: PlanResult, limit: float, units: UnitFo
     ]
     if units.in_bytes:
         lines += labelled("costs", overhead_lines(result.costs))
-    layers = result.costs.layers
-    if request.layers is not None and layers is not None:  # the plan has balanced them
-        lines.append(("layers", f"--pipeline-layer-split {','.join(map(str, layers))}"))
+    lines += labelled("layers", layer_lines(result.costs))
     for label, value in lines:
         print(f"{label:<16}{value}")
 

@@ -57,6 +57,7 @@ from megatron_vshape.view.numbers import (
     fixed,
     idle_lines,
     labelled,
+    layer_lines,
     messages_per_microbatch,
     note,
     numbers_of,
@@ -318,4 +319,5 @@ def _lines(result: _Result) -> list[tuple[str, str]]:
             "communication",
             f"{messages} P2P messages per microbatch, {share:.3g}x 1F1B",
         ),
+        *labelled("layers", layer_lines(result.costs)),
     ]

@@ -330,7 +330,7 @@ def load_sweep(path: str | Path, words: Sequence[str] = ()) -> Loaded:
     """
     path = Path(path)
     sweep = load(path, Sweep)
-    cluster = load(path.parent / sweep.cluster, Cluster)
+    cluster = load(_named_file(path, "cluster", sweep.cluster), Cluster)
     _check_executor(sweep.run, cluster, path)
     if words:
         subject = Subject.of_command(words, sweep.name)
@@ -340,8 +340,23 @@ def load_sweep(path: str | Path, words: Sequence[str] = ()) -> Loaded:
             "training command after --"
         )
     else:
-        subject = _subject(path.parent / sweep.model, cluster)
+        subject = _subject(_named_file(path, "model", sweep.model), cluster)
     return Loaded(path, _with_defaults(sweep, subject, path), subject, cluster)
+
+
+def _named_file(path: Path, key: str, name: str) -> Path:
+    """Return the file that a sweep names, relative to the sweep's folder.
+
+    Raises:
+        SweepError: it does not exist.
+    """
+    file = path.parent / name
+    if not file.exists():
+        raise SweepError(
+            f"{path}: {key}: there is no file {file}: paths in a sweep file are relative to the "
+            "folder of the sweep file, so change the path, or move the files together"
+        )
+    return file
 
 
 def _subject(path: Path, cluster: Cluster) -> Subject:

@@ -108,6 +108,14 @@ def overhead_lines(costs: Costs) -> list[str]:
     ]
 
 
+def layer_lines(costs: Costs) -> list[str]:
+    """Format the flag that splits the layers as the costs do; none if the split is even."""
+    layers = costs.layers or ()
+    if len(set(layers)) < 2:
+        return []
+    return [f"--pipeline-layer-split {','.join(map(str, layers))}"]
+
+
 def source_lines(costs: Costs) -> list[str]:
     """Format one line per source of the costs, with the names of its values."""
     by_text: dict[str, list[str]] = {}

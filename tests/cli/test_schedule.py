@@ -197,6 +197,18 @@ def test_measured_costs_are_shown_in_their_units(capsys, costs_file):
     assert " ms " in table
 
 
+def test_layers_that_are_distributed_again_are_printed(capsys, tmp_path):
+    """8 stages become 16: the costs of the file, for 8 x 2 layers, are for another split."""
+    costs = Costs((1.0,) * 8, (1.0,) * 8, (1.0,) * 8, 0.0, (1.0,) * 8, (0.0,) * 8)
+    (tmp_path / "even.json").write_text(costs.having(layers=(2,) * 8).to_json())
+    uneven = costs.having(layers=(1, *(2,) * 6, 1))
+    (tmp_path / "uneven.json").write_text(uneven.to_json())
+    size = ["--devices", "8", "--microbatches", "8"]
+    out = printed(capsys, "v-half", *size, "--costs", "uneven.json")
+    assert "\nlayers        --pipeline-layer-split 0,1,1,1,1,1,1,1,1,1,1,1,1,1,1,0\n" in out
+    assert "\nlayers" not in printed(capsys, "v-half", *size, "--costs", "even.json")
+
+
 def test_long_times_have_one_form(capsys, tmp_path):
     slow = Costs((1e6,) * 8, (1e6,) * 8, (1e6,) * 8, 0.0, (2.0**44,) * 8, (0.0,) * 8)
     (tmp_path / "slow.json").write_text(slow.to_json())

@@ -79,7 +79,11 @@ def run(**over: Any) -> dict[str, Any]:
             r"grid\.recompute\.0 is 'some': .*match pattern .*none.full",
         ),
         ({"workloads": []}, r"workloads is missing: sequence_length, global_batch_size"),
-        ({"model": "gone.yaml"}, r"gone\.yaml cannot be read: .*No such file"),
+        (
+            {"model": "gone.yaml"},
+            r"model: there is no file .*gone\.yaml: paths in a sweep",
+        ),
+        ({"cluster": "gone.yaml"}, r"cluster: there is no file .*gone\.yaml: paths in a sweep"),
         (
             run(slurm={"setup": "module load cuda"}),
             r"run: slurm\.setup is 'module load cuda', but ",
