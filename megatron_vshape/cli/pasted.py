@@ -7,14 +7,19 @@ names is executed or read: the script is replaced by this package's own, and pat
 """
 
 import re
-import shlex
 import sys
 from pathlib import Path
 
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.layout import hybrid
-from megatron_vshape.rehearsal.flags import FILES, VARIABLES, Command, read_command
+from megatron_vshape.rehearsal.flags import (
+    FILES,
+    VARIABLES,
+    Command,
+    read_command,
+    split_words,
+)
 from megatron_vshape.rehearsal.sources import OWN
 
 _IN_TERMINAL = "in a terminal: megatron-vshape rehearse -- COMMAND"
@@ -68,10 +73,7 @@ def _command_of(text: str) -> Command:
             f"command with its flags, or estimate the script {_IN_TERMINAL.removesuffix('COMMAND')}"
             "SCRIPT.sh"
         )
-    try:
-        words = shlex.split(" ".join(lines))
-    except ValueError as error:
-        raise ScheduleError(f"the command cannot be split into words: {error}") from None
+    words = split_words(" ".join(lines), "the command")
     script_indices = [index for index, word in enumerate(words) if word.endswith(".py")]
     script_indices += [words.index("-m") + 1] if not script_indices and "-m" in words[:-1] else []
     flags = words[script_indices[0] + 1 :] if script_indices else words

@@ -477,7 +477,7 @@ def _command_of_file(path: Path, command: Command, extra_words: Sequence[str]) -
         command = _command_of_shell(path, text, command, parameters)
         extra_words = extra_words[len(parameters) :]
     else:
-        command = replace(command, flags=tuple(shlex.split(text, comments=True)))
+        command = replace(command, flags=tuple(split_words(text, str(path))))
     overrides = [word for word in command.flags if _OVERRIDE.match(word)]
     if overrides:
         raise ScheduleError(
@@ -485,6 +485,18 @@ def _command_of_file(path: Path, command: Command, extra_words: Sequence[str]) -
             f"no flags of Megatron-LM. {_INSTEAD}"
         )
     return replace(command, flags=(*command.flags, *extra_words))
+
+
+def split_words(text: str, label: str) -> list[str]:
+    """Split a text into words as a shell does, without comments.
+
+    Raises:
+        ScheduleError: a quote is not closed.
+    """
+    try:
+        return shlex.split(text, comments=True)
+    except ValueError as error:
+        raise ScheduleError(f"{label:.200} cannot be split into words: {error}") from None
 
 
 _INSTEAD = (
@@ -626,7 +638,7 @@ def _words_of(value: Any) -> list[str]:
         return [str(word) for word in value]
     text = str(value).strip()
     if text.startswith("[") and text.endswith("]"):
-        return shlex.split(text[1:-1].replace(",", " "))
+        return split_words(text[1:-1].replace(",", " "), text)
     if re.fullmatch(r"\d+(\s+\d+)+", text):  # several numbers, as of context-parallel groups
         return text.split()
     return [text]

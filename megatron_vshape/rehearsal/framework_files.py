@@ -72,10 +72,23 @@ def config_of_file(path: Path, content: Any, extra_flags: Sequence[str]) -> Fram
     """Return the configuration in a YAML file, None if it is of none of these frameworks.
 
     Raises:
-        ScheduleError: An included file is missing, or the run does not train with Megatron.
+        ScheduleError: An included file is missing, files or values refer to each other in a circle,
+            or the run does not train with Megatron.
     """
     if not isinstance(content, dict):
         return None
+    try:
+        return _config_of_mapping(path, content, extra_flags)
+    except RecursionError:
+        raise ScheduleError(
+            f"{path} has a circle: a value ${{...}}, or an included file, refers back to itself. "
+            "Set one of these values to a number or text"
+        ) from None
+
+
+def _config_of_mapping(
+    path: Path, content: dict[str, Any], extra_flags: Sequence[str]
+) -> FrameworkConfig | None:
     if isinstance(content.get("modules"), dict):
         return _config_of_primus(path, _substitute(content, _environment_value), extra_flags)
     if content.keys() & {"defaults", "policy"}:

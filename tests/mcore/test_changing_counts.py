@@ -34,7 +34,7 @@ def run_steps(
 @pytest.mark.parametrize(
     ("schedule", "ranks", "steps"),
     [
-        ("v-half", 2, 30),
+        ("v-half", 2, 24),
         pytest.param("v-half", 4, 1000, marks=pytest.mark.slow),
         pytest.param("v-min", 4, 60, marks=pytest.mark.slow),
         pytest.param("v-zb", 4, 60, marks=pytest.mark.slow),

@@ -352,6 +352,12 @@ def test_invalid_commands_are_rejected(words: list[str], wrong: str) -> None:
         read_command(words)
 
 
+def test_open_quotes_in_a_file_are_named(tmp_path: Path) -> None:
+    file = written(tmp_path, "flags.txt", "--bf16 --fp8-format 'hybrid")
+    with pytest.raises(ScheduleError, match=r"flags.txt cannot be split .*: No closing quotation"):
+        read_command([str(file)])
+
+
 def test_variables_without_a_value_are_named(tmp_path: Path) -> None:
     tensor, sequence = "--tensor-model-parallel-size", "--seq-length"
     script = written(

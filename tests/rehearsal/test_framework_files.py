@@ -112,6 +112,8 @@ def test_nodes_of_generation_do_not_train(tmp_path: Path) -> None:
         ("env_vars:", "peft: {enabled: true, dim: 8}\n    env_vars:", "adapters"),
         ("base.yaml", "absent.yaml", "absent.yaml is included and cannot be read"),
         ("Model-8B", "Qwen2.5-VL-3B", "trains a vision-language model"),
+        ("example/Model-8B", "${policy.model_name}", r"has a circle: a value \$\{...\}"),
+        ("../base.yaml", "child.yaml", "has a circle: .* or an included file"),
     ],
 )
 def test_runs_of_nemo_rl_that_are_not_estimated(
