@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from mcore import fp8_unquantized
-from mcore.conftest import UNTIED
+from mcore import test_graphs as graphs
+from mcore.conftest import UNTIED, needs_hybrid
 from mcore.farm import Ended, Farm
 from torch import Tensor, nn
 
@@ -51,6 +52,8 @@ CASES = {
     "router bias, statistics and auxiliary losses": f"v-zb {EXPERTS}",
     "losses of MTP, loss scale": "v-half --mtp-num-layers 1 --fp16 --initial-loss-scale 65536",
     "vocabulary parallelism": "v-half --pipeline-vocab-parallel",
+    "slices": f"v-zb --pipeline-slices 2 --hidden-dropout 0.1 {EXPERTS}",
+    "auto": "auto --pipeline-profile-iterations 2:3 --train-iters 8",
     "main gradients and DDP buckets": f"v-half --pipeline-model-parallel-size 2 {SHARDED}",
     "tensor parallelism": (
         "zb-h1 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 "
@@ -59,7 +62,7 @@ CASES = {
 }
 """Runs by the state that they change."""
 
-STEPS = ("--train-iters", "3", UNTIED)
+STEPS = (*"--train-iters 3 --num-layers 4 --global-batch-size 4".split(), UNTIED)
 
 
 def train(farm: Farm, case: str, *flags: str) -> Ended:
@@ -70,6 +73,35 @@ def train(farm: Farm, case: str, *flags: str) -> Ended:
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_training_without_warmup(farm: Farm, case: str) -> None:
     assert_equal(train(farm, case, WARMUP), train(farm, case))
+
+
+MAMBA = (
+    "v-half --hybrid-layer-pattern M*-MM*-M --mamba-head-dim 16 --mamba-state-dim 8 "
+    "--mamba-num-groups 2"
+)
+GRAPHS = (
+    f"v-half {graphs.MODEL} {graphs.SMALL} --train-iters 4 "
+    "--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 1"
+)
+PLUGINS = {
+    "Mamba layers": (MAMBA, "mamba_on_cpu.py", needs_hybrid),
+    "graphs captured after a step": (GRAPHS, "graphs_on_cpu.py", ()),
+}
+"""Runs with a stand-in for kernels or graphs of a GPU: flags and its file."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [pytest.param(*values[:2], id=case, marks=values[2]) for case, values in PLUGINS.items()],
+)
+def test_training_with_stand_ins_equals_training_without_warmup(
+    farm: Farm, flags: str, name: str
+) -> None:
+    plugin = Path(__file__).with_name(name)
+    words = (*STEPS, "--pipeline-schedule", *flags.split())
+    without, run = (farm.run(2, *words, *more, plugin=plugin).check() for more in ((), (WARMUP,)))
+    assert_equal(run, without)
+    assert ("a CUDA graph replays them" in run.output[0]) == ("--cuda-graph-impl" in words)
 
 
 def assert_equal(run: Ended, without: Ended) -> None:
@@ -299,7 +331,6 @@ def test_unsupported_options_are_rejected(changes: dict[str, Any], message: str)
 
 REJECTED = {
     "--optimizer-post-validation --rerun-mode disabled": "does not support --optimizer-post-val",
-    "--pipeline-slices 2": "--pipeline-slices does not work with --pipeline-warmup",
 }
 
 

@@ -64,6 +64,7 @@ class Feature:
 
     flag = ""  # the option that enables the feature, for reports
     refusals: tuple[Refusal, ...] = ()  # options of Megatron that the feature rejects
+    supports_slices: bool = False  # whether a run may have sequence slices as well
 
     def label(self, settings: Settings) -> str | None:
         """Return the name of the feature for messages if the run uses it, else None."""

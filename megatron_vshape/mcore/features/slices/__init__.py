@@ -247,7 +247,7 @@ FEATURE = SlicesFeature()
 
 def _other_features(settings: Settings) -> list[str]:
     """Return the names of what slices do not support in this run: other features, profiling."""
-    labels = [feature.label(settings) for feature in features()]
+    labels = [feature.label(settings) for feature in features() if not feature.supports_slices]
     profiles = "--pipeline-profile-iterations or --pipeline-trace"
     return [*filter(None, labels), *[profiles] * (settings.options.profile_steps is not None)]
 

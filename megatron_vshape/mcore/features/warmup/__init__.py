@@ -43,6 +43,7 @@ class WarmupFeature(Feature):
 
     flag = FLAG
     refusals = REFUSALS
+    supports_slices = True
 
     def label(self, settings: Settings) -> str | None:
         """Return the flag if it is given."""

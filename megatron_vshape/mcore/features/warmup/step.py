@@ -105,19 +105,22 @@ class _MadeUpMessages:
 
 
 def first_microbatch(program: Program) -> Program:
-    """Return the program with the passes of the first microbatch.
+    """Return the program with the passes of the first microbatch, of all its slices.
 
     It has no passes that follow those of later microbatches, as the weight gradient of a shared
     output layer does.
     """
 
+    def is_first(work: Pass) -> bool:
+        return work.microbatch < program.schedule.slices
+
     def select(row: Iterable[Any]) -> Iterator[Any]:
         for instruction in row:
             if isinstance(instruction, Run):
                 for work in instruction.passes:
-                    if not work.microbatch and all(read.later < 0 for read in work.kind.follows):
+                    if is_first(work) and all(read.later < 0 for read in work.kind.follows):
                         yield Run(work)
-            elif isinstance(instruction, Await | Send) and not instruction.message.work.microbatch:
+            elif isinstance(instruction, Await | Send) and is_first(instruction.message.work):
                 yield instruction
 
     rows = tuple(tuple(select(row)) for row in program.instructions)
