@@ -37,6 +37,7 @@ class Comparison(NamedTuple):
     schedules: tuple[str, ...]
     num_gradients: int
     num_encoder_gradients: int
+    options: dict[str, Any] = {}  # of the schedules
 
 
 COMPARISONS = {
@@ -49,13 +50,16 @@ COMPARISONS = {
     ),
     "Qwen3-VL": Comparison({"model": "qwen3"}, ("v-half", "v-zb"), 118, 51),
     "Qwen3-VL, three levels": Comparison(
-        {"model": "qwen3", "layers": 12, "deepstack": [0, 1, 2]}, ("v-half",), 162, 63
+        {"model": "qwen3", "layers": 12, "deepstack": [0, 1, 2]}, ("v-half",), 162, 63, SPLIT
     ),
     "Qwen3-VL, full recompute": Comparison(
         {"model": "qwen3", "recompute": "full"}, ("v-half",), 118, 51
     ),
     "Qwen3-VL-MoE": Comparison({"model": "qwen3-moe"}, ("v-half",), 174, 51),
     "GLM-4.5V": Comparison({"model": "glm45v"}, ("v-half",), 141, 27),
+    "Qwen2.5-VL, five steps": Comparison(
+        {"model": "qwen25", "steps": 5}, ("auto",), 89, 30, {"profile_steps": "2:3"}
+    ),
 }
 
 REJECTED = {
@@ -75,14 +79,21 @@ REJECTED = {
 """Rejected cases with a part of the message."""
 
 
-def cases() -> dict[str, dict[str, Any]]:
-    """Return all cases by name."""
+RESUMED = (("v-half", None), (None, "v-half"))
+"""Schedules of a run that saves a checkpoint after two of four steps, and of its resumption."""
+
+
+def cases(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return all cases by name; checkpoints are in subfolders of `folder`."""
     named: dict[str, dict[str, Any]] = {}
+    for saving, resuming in RESUMED:
+        case = {"model": "qwen25", "steps": 4, "checkpoint": str(folder / f"from {saving}")}
+        named[f"{saving} saves"] = case | {"schedule": saving, "saves": True}
+        named[f"{resuming} resumes"] = case | {"schedule": resuming}
     for model, comparison in COMPARISONS.items():
         for schedule in (None, *comparison.schedules):
-            case = comparison.case | {"schedule": schedule}
-            if schedule is not None and "deepstack" in case:
-                case["options"] = SPLIT
+            options = {} if schedule is None else comparison.options
+            case = comparison.case | {"schedule": schedule, "options": options}
             named[f"{model}: {schedule}"] = case
     for name, (case, _) in REJECTED.items():
         named[name] = case | {"schedule": "v-half"}
@@ -93,7 +104,7 @@ def cases() -> dict[str, dict[str, Any]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run all cases; return the folder of their results."""
     folder = tmp_path_factory.mktemp("vlm")
-    order = [case | {"name": name} for name, case in cases().items()]
+    order = [case | {"name": name} for name, case in cases(folder).items()]
     (folder / "cases.json").write_text(json.dumps(order))
     environment = {
         "OMP_NUM_THREADS": "1",
@@ -160,6 +171,17 @@ def test_gradients_equal_1f1b(folder: Path, model: str, schedule: str) -> None:
     # Megatron-Bridge's recomputation loses the gradients of deepstack mergers.
     assert all("deepstack_merger" in name for name in zero)
     assert len(zero) == (6 if "recompute" in comparison.case else 0)
+
+
+@pytest.mark.parametrize(("saving", "resuming"), RESUMED)
+def test_checkpoints_are_those_of_1f1b(
+    folder: Path, saving: str | None, resuming: str | None
+) -> None:
+    """Names and shapes of the saved tensors do not depend on the schedule."""
+    expected, run = load(folder, f"{saving} saves"), load(folder, f"{resuming} resumes")
+    assert len(expected["losses"]) == 4
+    assert run["losses"] == expected["losses"][2:]
+    assert_equal(run["parameters"], expected["parameters"])
 
 
 @pytest.mark.parametrize("name", REJECTED)

@@ -312,7 +312,12 @@ def configuration(case: SimpleNamespace) -> Any:
         ),
         tokenizer=c.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY - 1),
         logger=c.LoggerConfig(log_interval=1, tensorboard_dir=None),
-        checkpoint=c.CheckpointConfig(),
+        checkpoint=c.CheckpointConfig(
+            save=case.checkpoint if case.saves else None,
+            save_interval=2,
+            load=None if case.saves else case.checkpoint,
+            ckpt_step=2 if case.checkpoint and not case.saves else None,
+        ),
         rng=c.RNGConfig(seed=1234),
     )
 
@@ -364,6 +369,8 @@ DEFAULTS = {
     "steps": 2,
     "deepstack": [0],
     "recompute": None,
+    "checkpoint": None,
+    "saves": False,
 }
 
 

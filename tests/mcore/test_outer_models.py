@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from mcore.farm import Farm
+from torch import nn
 
 pytest.importorskip("megatron.training")
+
+from megatron.core.models.common.language_module.language_module import LanguageModule
+
+from megatron_vshape.mcore.features import overlap
+from megatron_vshape.mcore.refusals import UnsupportedError
 
 PLUGIN = Path(__file__).with_name("outer_model.py")
 RANKS = 2
@@ -135,3 +142,16 @@ def test_features_without_encoder_are_rejected(
     output = "".join(run.output)
     assert text in output
     assert "Traceback" not in output
+
+
+def test_layer_plans_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They call the language model's layers, without the outer model and its encoder."""
+    monkeypatch.setattr(LanguageModule, "__init__", nn.Module.__init__)
+    pipeline: Any = SimpleNamespace(by_layers=True)
+    language_model = LanguageModule()
+    overlap.FEATURE.check_chunks(pipeline, 0, [language_model])
+    chunk = nn.ModuleDict({"language_model": language_model, "encoder": nn.Linear(1, 1)})
+    with pytest.raises(UnsupportedError, match="does not support the encoder of ModuleDict"):
+        overlap.FEATURE.check_chunks(pipeline, 0, [chunk])
+    pipeline.by_layers = False
+    overlap.FEATURE.check_chunks(pipeline, 0, [chunk])
