@@ -17,6 +17,7 @@ from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.weight_jobs import defer, run_beside
 
 PLUGIN = Path(__file__).with_name("apart.py")
+SIZE = (*STEPS, "--pipeline-model-parallel-size", "2", "--num-layers", "4")
 LAYOUTS = {
     "TP, tied": TENSOR,
     "SP, overlap": f"{SEQUENCE} {UNTIED} --overlap-grad-reduce --ddp-bucket-size 4000",
@@ -38,7 +39,7 @@ def assert_same_bits(run: Ended, expected_run: Ended) -> None:
 @pytest.mark.parametrize("schedule", ["v-half", pytest.param("v-zb", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_parameters_are_the_same_bits(farm: Farm, train: Train, layout: str, schedule: str) -> None:
-    flags = (*STEPS, "--pipeline-model-parallel-size", "2", *layout.split())
+    flags = (*SIZE, *layout.split())
     package_flags = ("--pipeline-schedule", schedule, *flags)
     together = farm.run(4, *package_flags, plugin=PLUGIN, given=False).check()
     apart = farm.run(4, *package_flags, plugin=PLUGIN, given=True).check()
@@ -52,7 +53,7 @@ def test_parameters_are_the_same_bits(farm: Farm, train: Train, layout: str, sch
 @pytest.mark.slow
 def test_profiled_passes_run_apart(farm: Farm) -> None:
     """Memory is counted in the first step, and the second is profiled."""
-    flags = (*STEPS, "--pipeline-model-parallel-size", "2", *LAYOUTS["SP, overlap"].split())
+    flags = (*SIZE, *LAYOUTS["SP, overlap"].split())
     flags += ("--pipeline-schedule", "v-zb", "--pipeline-profile-iterations", "2:2")
     assert sum(inside(farm.run(4, *flags, plugin=PLUGIN, given=False).check())) == 0
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from mcore.farm import Ended, Farm
 
-STEPS = ("--train-iters", "4")
+STEPS = ("--train-iters", "4", "--num-layers", "4")
 FLAGS = {
     "v-half": ("--pipeline-schedule", "v-half", *STEPS),
     "v-zb, post-validated": (
@@ -23,8 +23,8 @@ def test_failed_step_leaves_no_state_and_the_retry_is_equal(
 ) -> None:
     plugin = Path(__file__).parent / "restarts.py"
     settings = {"fails": "B3.4", "step": 3}
-    restarted = farm.run(4, *flags, "--inprocess-restart", plugin=plugin, given=settings).check()
-    uninterrupted = train(4, *flags)
+    restarted = farm.run(2, *flags, "--inprocess-restart", plugin=plugin, given=settings).check()
+    uninterrupted = train(2, *flags)
     assert all("the second try begins" in text for text in restarted.output)
     assert sum("ended: FailedOnPurposeError" in text for text in restarted.output) == 1
     for key in ("losses", "grad_norms"):
