@@ -82,7 +82,33 @@ def violations_of(command: Command, sizes: Sizes) -> list[Violation]:
                 split = nearest(command.layers, num_stages, ends, ends)
                 fix = f"The nearest layer split is {flags_text(split, sizes.pipeline, command)}"
             violations.append(Violation(reason, fix))
+    violations += _size_violations(command)
     return [*violations, *_batch_violations(command, sizes, chunks)]
+
+
+_TENSOR = "--tensor-model-parallel-size"
+_DIVISORS = (
+    ("--num-attention-heads", _TENSOR, 1),
+    ("--num-experts", "--expert-model-parallel-size", 1),
+    ("--seq-length", "--context-parallel-size", 2),
+)
+"""Flags whose number must be a multiple of a parallel size above 1, times a factor."""
+
+
+def _size_violations(command: Command) -> Iterator[Violation]:
+    """Yield the violated rules of heads, experts and tokens."""
+    for flag, size_flag, factor in _DIVISORS:
+        number, size = command.number(flag, 0), command.number(size_flag, 1)
+        if size > 1 and number % (factor * size):
+            smaller_sizes = range(size, 0, -1)
+            valid_sizes = (valid for valid in smaller_sizes if not number % (factor * valid))
+            times = f"{factor} x " if factor > 1 else ""
+            problem = f"{flag} {number} is not a multiple of {times}{size_flag} {size}"
+            yield Violation(problem, f"Set {size_flag} {next(valid_sizes, 1)}")
+    has_experts = command.number("--num-experts", 0) > 0
+    if has_experts and command.number(_TENSOR, 1) > 1 and not command.has("--sequence-parallel"):
+        problem = "experts with tensor parallelism require sequence parallelism in training"
+        yield Violation(problem, "Add --sequence-parallel")
 
 
 def check_batch(command: Command, sizes: Sizes) -> None:

@@ -52,6 +52,34 @@ def test_layers_that_do_not_divide_have_a_nearest_layout(flags: str, fix: str) -
     assert fix in violation
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (f"{TP} 3", f"--num-attention-heads 8 is not a multiple of {TP} 3. Set {TP} 2"),
+        (
+            "--num-experts 12 --expert-model-parallel-size 8",
+            "--num-experts 12 is not a multiple of --expert-model-parallel-size 8. Set "
+            "--expert-model-parallel-size 6",
+        ),
+        (
+            "--seq-length 96 --context-parallel-size 32",
+            "--seq-length 96 is not a multiple of 2 x --context-parallel-size 32. Set "
+            "--context-parallel-size 24",
+        ),
+        (
+            f"--num-experts 8 {TP} 2",
+            "experts with tensor parallelism require sequence parallelism in training. Add "
+            "--sequence-parallel",
+        ),
+        (f"--num-experts 8 {TP} 2 --sequence-parallel", None),
+        ("--num-experts 8 --expert-model-parallel-size 8 --seq-length 96", None),
+    ],
+)
+def test_sizes_that_do_not_fit_the_model(flags: str, message: str | None) -> None:
+    expected = [] if message is None else [message]
+    assert violations(f"--num-layers 4 {BATCH} 96 {flags}") == expected
+
+
 @pytest.mark.parametrize("flags", RECIPES)
 def test_the_nearest_layout_fulfills_the_rules(flags: str) -> None:
     (violation,) = violations(f"{flags} {BATCH} 64")
@@ -127,7 +155,7 @@ def test_commands_that_start_violate_no_rule(flags: str, gpus: int) -> None:
 
 
 def test_all_violations_are_reported() -> None:
-    assert len(violations(f"--num-layers 46 {PP} 4 {TP} 3 {BATCH} 7 --micro-batch-size 2")) == 2
+    assert len(violations(f"--num-layers 46 {PP} 4 {TP} 3 {BATCH} 7 --micro-batch-size 2")) == 3
 
 
 def test_a_batch_that_does_not_divide_is_an_error_of_every_schedule() -> None:
