@@ -32,6 +32,8 @@ from published_runs import (
     stages_of,
 )
 
+from megatron_vshape.rehearsal.gpus import GPUS
+from megatron_vshape.rehearsal.rank_job import RankJob
 from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport
 from megatron_vshape.rehearsal.ranks import Programs, rehearse_all
 from megatron_vshape.rehearsal.work import is_once
@@ -56,7 +58,7 @@ def main() -> None:
             for stage in stages_of(row["pp"]):
                 for layers in LAYERS:
                     job = job_of(row, stage, layers, options.megatron)
-                    jobs[job["name"]] = job
+                    jobs[job.name] = job
     for report in rehearse_all(Programs(options.megatron, options.te, options.jobs), jobs.values()):
         name, _, stages = report.name.rpartition(" @")
         failed = isinstance(report, FailedRank)
@@ -116,19 +118,19 @@ def _of_kwai(row: Row, layers: int) -> Row:
     return row | settings | {"micro_batch": 1, "precision": "BF16", "step_s": step}
 
 
-def job_of(row: Row, stage: int, layers: int, megatron: Path) -> Row:
+def job_of(row: Row, stage: int, layers: int, megatron: Path) -> RankJob:
     """Return the rehearsal of one rank."""
     replicas = row["gpus"] // row["pp"]
-    return {
-        "script": str(megatron / "pretrain_gpt.py"),
-        "flags": [*flags_of(row, layers), "--mock-data"],
-        "gpu": row["gpu"],
-        "world": row["gpus"],
-        "rank": (stage + 1) * replicas - 1,
-        "microbatches": 2,
-        "stage": stage,
-        "name": f"{key_of(row)} @{stage}/{layers}",
-    }
+    return RankJob(
+        script=str(megatron / "pretrain_gpt.py"),
+        flags=[*flags_of(row, layers), "--mock-data"],
+        gpu=GPUS[row["gpu"]],
+        world=row["gpus"],
+        rank=(stage + 1) * replicas - 1,
+        stage=stage,
+        name=f"{key_of(row)} @{stage}/{layers}",
+        max_microbatches=2,
+    )
 
 
 def summary_of(report: RankReport) -> Row:

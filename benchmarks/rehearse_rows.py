@@ -25,6 +25,8 @@ from megatron_vshape.rehearsal.flags import (
     sizes_of,
     without_files,
 )
+from megatron_vshape.rehearsal.gpus import GPUS
+from megatron_vshape.rehearsal.rank_job import RankJob
 from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport
 from megatron_vshape.rehearsal.ranks import Programs, rehearse_all
 
@@ -160,7 +162,7 @@ def command_of(row: dict[str, Any], megatron: Path) -> Command:
     return command
 
 
-def job_of(row: dict[str, Any], megatron: Path) -> dict[str, Any]:
+def job_of(row: dict[str, Any], megatron: Path) -> RankJob:
     """Return the job of the last rank, which is the one that logs."""
     command = command_of(row, megatron)
     sizes = sizes_of(command, gpus_of(row)[0])
@@ -169,16 +171,16 @@ def job_of(row: dict[str, Any], megatron: Path) -> dict[str, Any]:
     if row["platform"] == "gb200" and any(part in name for part in OLDER_TORCH):
         environment["CUBLAS_WORKSPACE_CONFIG"] = HOPPER_ALONE
     vocabulary = next((n for part, n in VOCABULARY.items() if part in row["case"]), None)
-    return {
-        "script": str((megatron / command.script).resolve()),
-        "flags": without_files(command, vocabulary),
-        "gpu": row["platform"],
-        "world": sizes.world,
-        "rank": sizes.world - 1,
-        "stage": sizes.pipeline - 1,
-        "environment": environment,
-        "name": name,
-    }
+    return RankJob(
+        script=str((megatron / command.script).resolve()),
+        flags=without_files(command, vocabulary),
+        gpu=GPUS[row["platform"]],
+        world=sizes.world,
+        rank=sizes.world - 1,
+        environment=environment,
+        stage=sizes.pipeline - 1,
+        name=name,
+    )
 
 
 def record(row: dict[str, Any], outcome: RankReport | str) -> dict[str, str]:

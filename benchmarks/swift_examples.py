@@ -19,8 +19,9 @@ from typing import Any
 
 from megatron_vshape.rehearsal.flags import Command, read_command, sizes_of
 from megatron_vshape.rehearsal.gpus import GPUS
+from megatron_vshape.rehearsal.rank_job import LoraConfig
 from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport
-from megatron_vshape.rehearsal.ranks import DryRunConfig, LoraConfig, rehearse_all
+from megatron_vshape.rehearsal.ranks import DryRunConfig, rehearse_all
 from megatron_vshape.rehearsal.simulated import estimate_step
 
 COMMON = """--bf16 --swiglu --normalization RMSNorm --disable-bias-linear --hidden-dropout 0
@@ -144,7 +145,7 @@ def main(names: Sequence[str]) -> None:
         config = DryRunConfig.of(command, GPUS[example.gpu], jobs=1, lora=example.lora)
         sizes = sizes_of(command, example.gpus)
         jobs += [config.job(command, sizes, stage, example.name) for stage in range(sizes.pipeline)]
-    waiting = Counter(job["name"] for job in jobs)
+    waiting = Counter(job.name for job in jobs)
     reports: dict[str, list[RankReport]] = {}
     for result in rehearse_all(config.programs, jobs):  # one process for all imports
         if isinstance(result, FailedRank):

@@ -27,6 +27,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # works without installation
 sys.path.insert(0, str(Path(__file__).parent))
 
+from megatron_vshape.rehearsal.gpus import GPUS, Gpu
+from megatron_vshape.rehearsal.rank_job import RankJob
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
 GIB = 2**30
@@ -117,11 +120,11 @@ def cases(only: Sequence[str], excluded: Sequence[str], extra: str) -> Iterator[
             yield {"name": name, "flags": all_flags, "world": world, "rank": rank}
 
 
-def job_of(case: Mapping[str, Any]) -> dict[str, Any]:
+def job_of(case: Mapping[str, Any]) -> RankJob:
     """Return the job that measures a rank."""
-    flags = case["flags"].split()
-    ranks = {"world": case["world"], "rank": case["rank"], "schedule": V in flags}
-    return {"script": str(SCRIPT), "flags": flags, "environment": {}, "steps": STEPS, **ranks}
+    flags, gpu = case["flags"].split(), GPUS["h100"]
+    has_schedule = V in flags
+    return RankJob(str(SCRIPT), flags, gpu, case["world"], case["rank"], has_schedule=has_schedule)
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -135,7 +138,7 @@ def measure(args: argparse.Namespace) -> int:
     rank_cases = list(cases(args.only, args.skip, args.flags))
     measurements: list[dict[str, Any]] = []
     about = provenance(args)
-    results = measure_ranks([job_of(case) for case in rank_cases], timeout_s=TIMEOUT_S)
+    results = measure_ranks([job_of(case) for case in rank_cases], timeout_s=TIMEOUT_S, steps=STEPS)
     for case, result in zip(rank_cases, results, strict=True):
         measurements.append(case | result)
         row = result.get("error") or f"{sizes_of(result)}; {format_passes(result)}"
@@ -155,7 +158,6 @@ def sizes_of(measurement: Mapping[str, Any]) -> str:
 
 def rehearse(args: argparse.Namespace) -> int:
     """Add the estimate to each rank of a file; return 1 if one failed."""
-    from megatron_vshape.environment import ALLOCATOR, SEGMENTS
     from megatron_vshape.rehearsal import sources
     from megatron_vshape.rehearsal.rank_report import FailedRank
     from megatron_vshape.rehearsal.ranks import Programs, rehearse_all
@@ -167,11 +169,9 @@ def rehearse(args: argparse.Namespace) -> int:
     programs = Programs(None, None if local else sources.find_te(args.te), os.cpu_count() or 1)
     gpu = measurements["about"]["device"].split()[-1].lower()
     jobs = [
-        rehearsal(measurement, gpu, str(index))
+        rehearsal(measurement, GPUS[gpu], str(index))
         for index, measurement in enumerate(measurements["ranks"])
     ]
-    for job in jobs:  # the settings of the measurement, with any schedule
-        job["environment"] |= {ALLOCATOR[0]: SEGMENTS}
     failed = False
     for report in rehearse_all(programs, jobs):
         measurement = measurements["ranks"][int(report.name)]
@@ -195,21 +195,22 @@ def rehearse(args: argparse.Namespace) -> int:
     return int(failed)
 
 
-def rehearsal(measurement: Mapping[str, Any], gpu: str, name: str) -> dict[str, Any]:
-    """Return the job that estimates a measured rank."""
+def rehearsal(measurement: Mapping[str, Any], gpu: Gpu, name: str) -> RankJob:
+    """Return the job that estimates a measured rank, with the measurement's allocator."""
+    from megatron_vshape.environment import ALLOCATOR, SEGMENTS
     from megatron_vshape.rehearsal.flags import SCHEDULE, Command, environment_of, without_files
 
     command = Command(str(SCRIPT), tuple(measurement["flags"].split()))
-    return {
-        "script": command.script,
-        "flags": without_files(command, None),
-        "gpu": gpu,
-        "world": measurement["world"],
-        "rank": measurement["rank"],
-        "environment": environment_of(command),
-        "schedule": command.has(SCHEDULE),
-        "name": name,
-    }
+    return RankJob(
+        script=command.script,
+        flags=without_files(command, None),
+        gpu=gpu,
+        world=measurement["world"],
+        rank=measurement["rank"],
+        environment=environment_of(command) | {ALLOCATOR[0]: SEGMENTS},
+        has_schedule=command.has(SCHEDULE),
+        name=name,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,12 +15,8 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.layout.sizes import parameters_of
 from megatron_vshape.rehearsal.flags import Command, read_command
 from megatron_vshape.rehearsal.gpus import GPUS, HEADROOM, Gpu
-from megatron_vshape.rehearsal.ranks import (
-    DEFAULT_TARGETS,
-    DryRunConfig,
-    LoraConfig,
-    missing_sources,
-)
+from megatron_vshape.rehearsal.rank_job import DEFAULT_TARGETS, LoraConfig
+from megatron_vshape.rehearsal.ranks import DryRunConfig, missing_sources
 from megatron_vshape.rehearsal.report import WIDTH
 from megatron_vshape.rehearsal.sources import PythonSource, cache, fetch, missing_text
 from megatron_vshape.tuning.configurations import SweepError

@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -42,6 +43,7 @@ from megatron_vshape.rehearsal.flags import (
     sizes_of,
 )
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
+from megatron_vshape.rehearsal.rank_job import RankJob
 from megatron_vshape.rehearsal.rank_report import CheckedRank, FailedRank, RankReport
 from megatron_vshape.rehearsal.ranks import DryRunConfig, check_all, rehearse_all
 from megatron_vshape.rehearsal.remedies import remedy_lines
@@ -210,7 +212,8 @@ def _check(command: Command, config: DryRunConfig, sizes: Sizes, stages: Sequenc
     """Run the start-up checks of these ranks, print the result, and return the exit status."""
     jobs = [config.job(command, sizes, stage, "", check=True) for stage in stages]
     if 0 in stages:  # rank 0 logs for all
-        jobs[stages.index(0)]["rank"] = 0
+        index = stages.index(0)
+        jobs[index] = replace(jobs[index], rank=0)
     schedule = _schedule_name(command)
     results = list(check_all(config.programs, jobs))
     _print_ignored(results)
@@ -363,8 +366,8 @@ def _write_costs(
             reports = _found(rehearse_all(config.programs, jobs))[""]
         if options.measure:
             # Only the first tensor-parallel rank reads data: the others would receive it.
-            ranks = [job | {"rank": job["rank"] - job["rank"] % sizes.tensor} for job in jobs]
-            reports = _measured(reports, ranks, config)
+            jobs = [replace(job, rank=job.rank - job.rank % sizes.tensor) for job in jobs]
+            reports = _measured(reports, jobs, config)
     costs = counted.counted_costs(reports, config.gpu, sizes.pipeline, sizes.stage_stride)
     write_all([Output("--costs", options.costs, lambda path: _write_text(path, costs.to_json()))])
     print("\n".join(source_lines(costs)))
@@ -375,7 +378,7 @@ def _write_costs(
 
 
 def _measured(
-    reports: Sequence[RankReport], jobs: Sequence[Mapping[str, Any]], config: DryRunConfig
+    reports: Sequence[RankReport], jobs: Sequence[RankJob], config: DryRunConfig
 ) -> list[RankReport]:
     """Run the ranks for real and replace their estimated times; equal ranks run once.
 
@@ -386,7 +389,7 @@ def _measured(
     for rank_report in reports:
         work = json.dumps([[kind.kind, kind.work.plain()] for kind in rank_report.kinds])
         groups.setdefault(work, []).append(rank_report)
-    job_of = {job["stage"]: job for job in jobs}
+    job_of = {job.stage: job for job in jobs}
     todo = [job_of[ranks[0].stage] for ranks in groups.values()]
     measured_reports: list[RankReport] = []
     results = measured.measure_ranks(todo, config.programs.megatron)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron_vshape.mcore.refusals import RefusedError
 from megatron_vshape.rehearsal.adjustments import wrap
-from megatron_vshape.rehearsal.ranks import DEFAULT_TARGETS, LoraConfig
+from megatron_vshape.rehearsal.rank_job import DEFAULT_TARGETS, LoraConfig
 
 _SCALE = 2.0  # alpha / rank; any value takes the same time and memory
 _COLUMN = (

@@ -11,28 +11,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_vshape.rehearsal.rank_job import RankJob
+
 _AHEAD = 2
 """Processes that import while a rank runs."""
 
 
 def measure_ranks(
-    jobs: Sequence[Mapping[str, Any]],
+    jobs: Sequence[RankJob],
     megatron: Path | None = None,
     timeout_s: float | None = None,
+    steps: int = 6,
 ) -> Iterator[dict[str, Any]]:
-    """Run the ranks one after another and yield their results; an error is a result, too.
-
-    A job has the script, its flags (a list), the world size, the rank, the environment and, as
-    `schedule`, whether the flags have --pipeline-schedule.
-    """
-    processes = deque(_start(megatron) for _ in jobs[:_AHEAD])
+    """Run the ranks one after another and yield their results; an error is a result, too."""
+    processes = deque(_start(megatron, steps) for _ in jobs[:_AHEAD])
     try:
         for index, job in enumerate(jobs):
             process = processes.popleft()
             if index + _AHEAD < len(jobs):
-                processes.append(_start(megatron))
+                processes.append(_start(megatron, steps))
             try:
-                text, errors = process.communicate(json.dumps(job) + "\n", timeout_s)
+                text, errors = process.communicate(job.to_json() + "\n", timeout_s)
             except subprocess.TimeoutExpired:
                 text, errors = "", f"no result after {timeout_s:g} s"
             finally:
@@ -48,8 +47,8 @@ def measure_ranks(
             process.kill()
 
 
-def _start(megatron: Path | None) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", f"{__package__}.measured_rank"]
+def _start(megatron: Path | None, steps: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", f"{__package__}.measured_rank", str(steps)]
     command += [] if megatron is None else [str(megatron)]
     root = str(Path(__file__).parents[2])  # a checkout need not be installed
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]

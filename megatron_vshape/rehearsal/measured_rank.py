@@ -1,10 +1,10 @@
 """Runs one rank of a training command on this machine's GPU or CPU and times its passes.
 
-`measured` starts it as `python -m megatron_vshape.rehearsal.measured_rank [MEGATRON]`. It imports
-everything, reads a job from stdin and prints the result as its last line. The other ranks of the
-job do not exist: collectives and P2P messages end as they begin, and received tensors are random.
-So times contain no communication. A pass lasts from the start of its first kernel to the end of its
-last one, Python's launch time included.
+`measured` starts it as `python -m megatron_vshape.rehearsal.measured_rank STEPS [MEGATRON]`. It
+imports everything, reads a job from stdin and prints the result as its last line. The other ranks
+of the job do not exist: collectives and P2P messages end as they begin, and received tensors are
+random. So times contain no communication. A pass lasts from the start of its first kernel to the
+end of its last one, Python's launch time included.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-STEPS = 6
+from megatron_vshape.rehearsal.rank_job import RankJob
+
 WARM_UP = 2
 """Steps before the timed ones: the first compiles, the second allocates the optimizer's state."""
 
@@ -229,12 +230,12 @@ def _is_part(output: Any, source: Any) -> bool:
     return bool(output.untyped_storage().data_ptr() == source.untyped_storage().data_ptr())
 
 
-def run_rank(job: Mapping[str, Any]) -> dict[str, Any]:
+def run_rank(job: RankJob, steps: int) -> dict[str, Any]:
     """Run the program of a rank for some steps and return the figures."""
     os.environ |= {
-        **job["environment"],
-        "RANK": str(job["rank"]),
-        "WORLD_SIZE": str(job["world"]),
+        **job.environment,
+        "RANK": str(job.rank),
+        "WORLD_SIZE": str(job.world),
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "localhost",
@@ -244,18 +245,17 @@ def run_rank(job: Mapping[str, Any]) -> dict[str, Any]:
 
     from megatron_vshape.rehearsal import exchanges, lora
     from megatron_vshape.rehearsal.adjustments import wrap
-    from megatron_vshape.rehearsal.ranks import LoraConfig
 
-    exchanges.start_process_group(job["rank"], job["world"])
-    if job.get("lora") is not None:
-        lora.install(LoraConfig(**job["lora"]))
-    watched = Watched(job.get("steps", STEPS))
+    exchanges.start_process_group(job.rank, job.world)
+    if job.lora is not None:
+        lora.install(job.lora)
+    watched = Watched(steps)
     wrap(training, "setup_model_and_optimizer", watched.setup)
     wrap(training, "train_step", watched.train_step)
     data: Any = training
     data.build_train_valid_test_data_iterators = _iterators
     _stand_in()
-    if job["schedule"]:
+    if job.has_schedule:
         _watch_ours(watched)
     else:
         from megatron.core.pipeline_parallel import schedules
@@ -263,10 +263,10 @@ def run_rank(job: Mapping[str, Any]) -> dict[str, Any]:
         wrap(schedules, "forward_step", watched.of_megatron("F"))
         wrap(schedules, "backward_step", watched.of_megatron("BW"))
     on_cpu = [] if watched.on_gpu else ON_CPU
-    sys.argv = [job["script"], *job["flags"], *SMALL_STEPS, *on_cpu]
-    sys.path.insert(0, str(Path(job["script"]).parent))
+    sys.argv = [job.script, *job.flags, *SMALL_STEPS, *on_cpu]
+    sys.path.insert(0, str(Path(job.script).parent))
     try:
-        runpy.run_path(job["script"], run_name="__main__")
+        runpy.run_path(job.script, run_name="__main__")
     except _StepsMeasured:
         return watched.report()
     raise RuntimeError("the program ended before its last step")
@@ -326,12 +326,13 @@ def main() -> None:
     """Import, wait for a job on stdin, run it, and print the result as the last line."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    sys.path[:0] = sys.argv[1:]
+    steps, *paths = sys.argv[1:]
+    sys.path[:0] = paths
     import_all()
     line = sys.stdin.readline()
     if line:
         try:
-            result = run_rank(json.loads(line))
+            result = run_rank(RankJob.from_json(line), int(steps))
         except Exception as error:
             traceback.print_exc()
             result = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}

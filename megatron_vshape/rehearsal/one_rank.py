@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,7 +31,6 @@ from megatron_vshape.rehearsal import adjustments, exchanges, lora, repeats, rou
 from megatron_vshape.rehearsal.adjustments import wrap
 from megatron_vshape.rehearsal.allocator import AllocatorSettings, Lifetime, Replayed, replay
 from megatron_vshape.rehearsal.device import Current, on_host
-from megatron_vshape.rehearsal.gpus import GPUS, Gpu
 from megatron_vshape.rehearsal.graph_pools import GraphPool
 from megatron_vshape.rehearsal.ledger import (
     NEVER,
@@ -42,6 +40,7 @@ from megatron_vshape.rehearsal.ledger import (
     Record,
     tensors_in,
 )
+from megatron_vshape.rehearsal.rank_job import RankJob
 from megatron_vshape.rehearsal.rank_report import (
     PARTS,
     Bytes,
@@ -52,7 +51,6 @@ from megatron_vshape.rehearsal.rank_report import (
     PeakMoment,
     RankReport,
 )
-from megatron_vshape.rehearsal.ranks import LoraConfig
 from megatron_vshape.rehearsal.step_time import Scale, step_time
 from megatron_vshape.rehearsal.work import ExchangeKey, Work, repeated
 from megatron_vshape.runtime.weight_jobs import plain_tensors
@@ -62,34 +60,6 @@ STEPS = 2
 
 _CURVE_POINTS = 4000
 _MAX_HOLDERS = 12
-
-
-@dataclass(frozen=True, slots=True)
-class RankJob:
-    """A rank for a dry run."""
-
-    script: str
-    flags: list[str]
-    gpu: str
-    world: int
-    rank: int
-    imbalance: float = 1.0  # tokens of this rank's experts relative to the mean
-    lora: dict[str, Any] | None = None  # `LoraConfig` in plain values
-    microbatches: int | None = None  # maximum; None: twice the number of pipeline ranks
-    environment: dict[str, str] = field(default_factory=dict)
-    schedule: bool = False  # whether --pipeline-schedule is among the flags
-    stage: int = 0
-    name: str = ""
-    check: bool = False  # stop before the first pass: only the start-up checks run
-    batch_microbatches: int = 0  # of the batch, if the flags have a smaller one; 0: theirs
-    traces_all: bool = False  # trace microbatches that repeat earlier ones, too
-    cluster: dict[str, Any] | None = None  # `Gpu.to_json` of a cluster file's GPU
-    strict: bool = False  # reject flags that Megatron's parser does not have
-
-    @property
-    def hardware(self) -> Gpu:
-        """The GPU and its links."""
-        return GPUS[self.gpu] if self.cluster is None else Gpu.from_json(self.cluster)
 
 
 class _StepsDone(BaseException):
@@ -102,7 +72,7 @@ def rehearse(job: RankJob) -> RankReport | CheckedRank:
     Run this in a separate process, after `worker.prepare`.
     """
     start = time.monotonic()
-    gpu = job.hardware
+    gpu = job.gpu
     _set_environment(job)
     Current.gpu = gpu
     workspace_bytes = gpu.workspace_bytes(os.environ)
@@ -129,13 +99,13 @@ def rehearse(job: RankJob) -> RankReport | CheckedRank:
         finally:
             Current.ledger = None
     seconds = round(time.monotonic() - start, 2)
-    if job.check:
+    if job.checks_only:
         return CheckedRank(job.name, job.rank, job.stage, run.notices, seconds, run.ignored_flags)
     return run.report(seconds)
 
 
 def _set_environment(job: RankJob) -> None:
-    per_host = min(job.hardware.per_host, job.world)
+    per_host = min(job.gpu.per_host, job.world)
     rank_variables = {
         "RANK": job.rank,
         "WORLD_SIZE": job.world,
@@ -180,7 +150,7 @@ class _Run:
 
     def estimated_times(self, work: Work) -> dict[str, float]:
         """Return the estimated seconds of a part of the step, by category."""
-        return step_time(work, self.job.hardware, self.scale(1, 1, 1, 1))
+        return step_time(work, self.job.gpu, self.scale(1, 1, 1, 1))
 
     def scale(self, microbatches: int, traced: int, ranks: int, chunks: int) -> Scale:
         """Return the factors from counted work to a full step, and how kernels are launched."""
@@ -202,17 +172,19 @@ class _Run:
         if not self.job.strict:
             wrap(argparse.ArgumentParser, "parse_args", self._parse)
         if self.job.lora is not None:
-            lora.install(LoraConfig(**self.job.lora))
+            lora.install(self.job.lora)
         wrap(training, "setup_model_and_optimizer", self._setup)
         wrap(training, "train_step", self._train_step)
         wrap(training, "get_num_microbatches", self._num_microbatches)
         if hasattr(training, "get_megatron_optimizer"):
             wrap(training, "get_megatron_optimizer", self._in_optimizer)
         wrap(training, "build_train_valid_test_data_iterators", self._iterators)
-        if self.job.check:
+        if self.job.checks_only:
             self._log_notices()
-        if self.job.schedule:
-            single_rank.install(_stop if self.job.check else self.passes.watch)
+        if self.job.max_microbatches:
+            self.few = min(self.many, self.job.max_microbatches)
+        elif self.job.has_schedule:
+            single_rank.install(_stop if self.job.checks_only else self.passes.watch)
         else:
             self.passes.watch_megatrons(schedules)
 
@@ -278,9 +250,7 @@ class _Run:
     def _num_microbatches(self, call: Callable[..., Any]) -> int:
         """Return fewer microbatches than the batch has: the first few determine the peak."""
         self.many = int(call())
-        if self.job.microbatches:
-            self.few = min(self.many, self.job.microbatches)
-        elif self.job.schedule:
+        if self.job.has_schedule:
             self.few = self.many  # a schedule is made for one number
         else:
             ranks = self.args.pipeline_model_parallel_size
@@ -294,7 +264,7 @@ class _Run:
         from megatron.core import parallel_state
 
         job = self.job
-        if job.microbatches or job.schedule or job.traces_all or len(self.chunks) > 1:
+        if job.max_microbatches or job.has_schedule or job.traces_all or len(self.chunks) > 1:
             return None
         stage = parallel_state.get_pipeline_model_parallel_rank()
         return repeats.needed_microbatches(self.args, stage)
@@ -315,7 +285,7 @@ class _Run:
             self.held.append(self.ledger.now)
             self.held_parts = _parts(self.ledger.held_at(self.ledger.clock), self.ledger.now)
         # Our schedules check the model in the first step, so `check` stops at the first pass.
-        if self.job.check and not self.job.schedule:
+        if self.job.checks_only and not self.job.has_schedule:
             from megatron_vshape.mcore.setup.megatron_schedules import check_first_step
 
             check_first_step(self.args)
@@ -377,7 +347,7 @@ class _Run:
             parts=_parts(at_peak, peak),
             when=PeakMoment(ledger.peak_phase, ledger.peak_place),
             holders=_holders(at_peak),
-            time=step_time(work, self.job.hardware, scale),
+            time=step_time(work, self.job.gpu, scale),
             microbatches=many,
             traced_microbatches=self.traced,
             parameters=sum(parameters),
@@ -410,7 +380,7 @@ class _Run:
             if record.size and not (record.fused or record.graphed)
         ]
         registers = bool(getattr(self.args, "nccl_ub", False))
-        settings = AllocatorSettings.of_run(os.environ, self.job.schedule, registers)
+        settings = AllocatorSettings.of_run(os.environ, self.job.has_schedule, registers)
         ledger = self.ledger
         return replay(lives, ledger.emptied, ledger.step_start, settings)
 

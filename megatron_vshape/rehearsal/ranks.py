@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +24,12 @@ from megatron_vshape.rehearsal.flags import (
     without_files,
 )
 from megatron_vshape.rehearsal.gpus import Gpu
+from megatron_vshape.rehearsal.rank_job import LoraConfig, RankJob
 from megatron_vshape.rehearsal.rank_report import CheckedRank, FailedRank, RankReport, ending
 from megatron_vshape.rehearsal.sources import MissingSourceError, PythonSource
 
 PER_RANK = 4
 """Maximum microbatches per pipeline rank: a schedule reaches its peak in the first ones."""
-
-
-DEFAULT_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Linear layers with an adapter by default, as in Megatron-Bridge."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoraConfig:
-    """Adapters of a LoRA run, whose other weights are frozen."""
-
-    rank: int
-    targets: tuple[str, ...] = ()  # names or patterns of linear layers; none: DEFAULT_TARGETS
-    per_expert: bool = False  # one adapter per expert; otherwise local experts share one
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +84,13 @@ class DryRunConfig:
 
     def job(
         self, command: Command, sizes: Sizes, stage: int, name: str, check: bool = False
-    ) -> dict[str, Any]:
+    ) -> RankJob:
         """Return the job for a pipeline rank; its result includes `name`.
 
         With `check`, only the start-up checks run, which include those of the evaluation.
         """
         flags = self.flags(command)
         schedule, many = command.value(SCHEDULE), 0
-        has_schedule = schedule is not None
         if check:
             flags += evaluation_of(command)
         # Megatron's interleaved 1F1B does not support every number of microbatches.
@@ -111,23 +98,22 @@ class DryRunConfig:
             flags += _fewer_microbatches(command, sizes)
             batch = command.number("--global-batch-size", 0)
             many = batch // (command.number("--micro-batch-size", 1) * sizes.replicas)
-        return {
-            "script": str(self.script),
-            "flags": flags,
-            "gpu": self.gpu.name,
-            "cluster": self.gpu.to_json(),
-            "world": sizes.world,
-            "rank": sizes.last_rank(stage),
-            "imbalance": self.imbalance,
-            "lora": None if self.lora is None else asdict(self.lora),
-            "environment": environment_of(command),
-            "schedule": has_schedule,
-            "batch_microbatches": many,
-            "stage": stage,
-            "name": name,
-            "check": check,
-            "strict": self.strict,
-        }
+        return RankJob(
+            script=str(self.script),
+            flags=flags,
+            gpu=self.gpu,
+            world=sizes.world,
+            rank=sizes.last_rank(stage),
+            environment=environment_of(command),
+            has_schedule=schedule is not None,
+            stage=stage,
+            name=name,
+            imbalance=self.imbalance,
+            lora=self.lora,
+            batch_microbatches=many,
+            checks_only=check,
+            strict=self.strict,
+        )
 
 
 def missing_sources(command: Command, megatron: Path | None, te: Path | None) -> list[PythonSource]:
@@ -161,9 +147,7 @@ def _fewer_microbatches(command: Command, sizes: Sizes) -> list[str]:
     return ["--global-batch-size", str(min(batch, max_batch))]
 
 
-def rehearse_all(
-    programs: Programs, jobs: Iterable[Mapping[str, Any]]
-) -> Iterator[RankReport | FailedRank]:
+def rehearse_all(programs: Programs, jobs: Iterable[RankJob]) -> Iterator[RankReport | FailedRank]:
     """Yield the report of each job in order of completion, or its error.
 
     Raises:
@@ -173,9 +157,7 @@ def rehearse_all(
         yield FailedRank(**plain) if "error" in plain else RankReport.from_json(plain)
 
 
-def check_all(
-    programs: Programs, jobs: Iterable[Mapping[str, Any]]
-) -> Iterator[CheckedRank | FailedRank]:
+def check_all(programs: Programs, jobs: Iterable[RankJob]) -> Iterator[CheckedRank | FailedRank]:
     """Run the start-up checks of each job; yield in order of completion, errors included.
 
     Args:
@@ -189,7 +171,7 @@ def check_all(
         yield FailedRank(**plain) if "error" in plain else CheckedRank(**plain)
 
 
-def run_jobs(programs: Programs, jobs: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def run_jobs(programs: Programs, jobs: Iterable[RankJob]) -> Iterator[dict[str, Any]]:
     """Run a worker process and yield its results as plain values.
 
     Raises:
@@ -201,7 +183,7 @@ def run_jobs(programs: Programs, jobs: Iterable[Mapping[str, Any]]) -> Iterator[
         "jobs": programs.jobs,
     }
     command = [sys.executable, "-m", "megatron_vshape.rehearsal.worker", json.dumps(options)]
-    text = "".join(json.dumps(job) + "\n" for job in jobs)
+    text = "".join(job.to_json() + "\n" for job in jobs)
     with tempfile.TemporaryFile("w+") as job_file, tempfile.TemporaryFile("w+") as error_file:
         job_file.write(text)
         job_file.seek(0)

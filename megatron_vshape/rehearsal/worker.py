@@ -18,9 +18,11 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron_vshape.rehearsal.rank_job import RankJob
 from megatron_vshape.rehearsal.rank_report import ending
 
 _LOG_CHARACTERS = 6000
@@ -138,12 +140,12 @@ def _start(line: str, running: dict[int, tuple[str, Any]]) -> None:
         return
     status = 1
     try:
-        status = _child(json.loads(line), answer)
+        status = _child(line, answer)
     finally:
         os._exit(status)
 
 
-def _child(job: dict[str, Any], answer: TextIO) -> int:
+def _child(line: str, answer: TextIO) -> int:
     with tempfile.TemporaryFile("w+") as log, tempfile.TemporaryDirectory() as folder:
         for descriptor in (1, 2):
             os.dup2(log.fileno(), descriptor)
@@ -151,11 +153,11 @@ def _child(job: dict[str, Any], answer: TextIO) -> int:
         sys.stdin = open(os.devnull)  # noqa: SIM115
         os.chdir(folder)  # files that the program writes are deleted with the folder
         try:
-            from megatron_vshape.rehearsal.one_rank import RankJob, rehearse
+            from megatron_vshape.rehearsal.one_rank import rehearse
             from megatron_vshape.rehearsal.repeats import NotRepeatedError
 
             try:
-                result = rehearse(RankJob(**job)).to_json()
+                result = rehearse(RankJob.from_json(line)).to_json()
             except NotRepeatedError as error:
                 result = {AGAIN: str(error)}
         except BaseException as error:
@@ -210,18 +212,18 @@ def _write_one_result(running: dict[int, tuple[str, Any]], out: TextIO) -> None:
     line, answer = running.pop(process)
     answer.seek(0)
     text = answer.read()
-    job = json.loads(line)
+    job = RankJob.from_json(line)
     if text:
         result = json.loads(text)
         if AGAIN in result:
             answer.close()
-            _start(json.dumps(job | {"traces_all": True}), running)
+            _start(replace(job, traces_all=True).to_json(), running)
             return
     else:
         how = ending(os.waitstatus_to_exitcode(status))
-        result = {"error": f"the process of rank {job['rank']} ended {how}", "log": ""}
+        result = {"error": f"the process of rank {job.rank} ended {how}", "log": ""}
     answer.close()
-    print(json.dumps({"name": job.get("name", ""), "rank": job["rank"], **result}), file=out)
+    print(json.dumps({"name": job.name, "rank": job.rank, **result}), file=out)
     out.flush()
 
 

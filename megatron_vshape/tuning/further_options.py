@@ -9,8 +9,9 @@ from typing import Any
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.flags import Command, Sizes, flag_changes, sizes_of
 from megatron_vshape.rehearsal.gpus import Fit
+from megatron_vshape.rehearsal.rank_job import LoraConfig
 from megatron_vshape.rehearsal.rank_report import RankReport
-from megatron_vshape.rehearsal.ranks import DryRunConfig, LoraConfig, rehearse_all
+from megatron_vshape.rehearsal.ranks import DryRunConfig, rehearse_all
 from megatron_vshape.tuning.configurations import FULL, Configuration, Subject
 
 _BF16_STATES: dict[str, Any] = {

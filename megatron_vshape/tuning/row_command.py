@@ -6,11 +6,11 @@ import shlex
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from megatron_vshape.mcore.options import schedule_names
 from megatron_vshape.rehearsal.flags import Command, sizes_of, words_by_flag
 from megatron_vshape.rehearsal.megatron_layers import with_layers
+from megatron_vshape.rehearsal.rank_job import RankJob
 from megatron_vshape.rehearsal.rank_report import FailedRank
 from megatron_vshape.rehearsal.ranks import DryRunConfig, check_all
 from megatron_vshape.tuning import fsdp
@@ -90,7 +90,7 @@ def find_start_faults(
 
 def _jobs(
     key: str, row: Prediction, subject: Subject, gpus: int, config: DryRunConfig, folder: str
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[RankJob]:
     path = Path(folder, f"{key}.json")
     if needs_file(row):
         if row.schedule is None:

@@ -479,13 +479,17 @@ CASES = {
 AGAIN = """
 import io, json
 from megatron_vshape.rehearsal import worker
-def child(given, answer):
-    json.dump({"traced": 8} if given.get("traces_all") else {worker.AGAIN: "differ"}, answer)
+from megatron_vshape.rehearsal.gpus import GPUS
+from megatron_vshape.rehearsal.rank_job import RankJob
+def child(line, answer):
+    traces_all = RankJob.from_json(line).traces_all
+    json.dump({"traced": 8} if traces_all else {worker.AGAIN: "differ"}, answer)
     answer.flush()
     return 0
 worker._child = child
 out = io.StringIO()
-worker.serve(iter([json.dumps({"rank": rank, "name": "x"}) for rank in (0, 1)]), out, 1)
+jobs = [RankJob("", [], GPUS["h100"], 2, rank, name="x") for rank in (0, 1)]
+worker.serve(iter([job.to_json() for job in jobs]), out, 1)
 print(sorted(out.getvalue().splitlines()))
 """
 
@@ -499,9 +503,12 @@ def test_a_rank_without_repeating_microbatches_is_traced_again() -> None:
 KILLED = """
 import io, os, signal
 from megatron_vshape.rehearsal import worker
+from megatron_vshape.rehearsal.gpus import GPUS
+from megatron_vshape.rehearsal.rank_job import RankJob
 worker._child = lambda given, answer: os.kill(os.getpid(), signal.SIGKILL)
 out = io.StringIO()
-worker.serve(iter(['{"rank": 3}']), out, 1)
+job = RankJob("", [], GPUS["h100"], 4, 3)
+worker.serve(iter([job.to_json()]), out, 1)
 print(out.getvalue())
 """
 

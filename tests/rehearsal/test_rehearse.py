@@ -4,6 +4,7 @@ import csv
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_vshape.core.program.lowering import fuse
 from megatron_vshape.rehearsal.counted import MICROBATCHES, both_backwards, with_measured
 from megatron_vshape.rehearsal.flags import read_command, sizes_of
 from megatron_vshape.rehearsal.gpus import GPUS
+from megatron_vshape.rehearsal.rank_job import RankJob
 from megatron_vshape.rehearsal.ranks import DryRunConfig
 
 pytest.importorskip("megatron.core")
@@ -317,10 +319,10 @@ def test_a_host_has_one_rank_per_gpu(
     monkeypatch: pytest.MonkeyPatch, gpu: str, world: int, ranks: int
 ) -> None:
     """A Grace host has four, although NVLink connects 72."""
-    from megatron_vshape.rehearsal.one_rank import RankJob, _set_environment
+    from megatron_vshape.rehearsal.one_rank import _set_environment
 
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    _set_environment(RankJob("", [], gpu, world, world - 1))
+    _set_environment(RankJob("", [], GPUS[gpu], world, world - 1))
     assert os.environ["LOCAL_WORLD_SIZE"] == str(ranks)
     assert os.environ["LOCAL_RANK"] == str(ranks - 1)
 
@@ -572,7 +574,9 @@ def test_microbatches_that_repeat_are_computed(warm: Warm) -> None:
     command = read_command(["pretrain_gpt.py", *TINY, "--pipeline-model-parallel-size", "4"])
     config = DryRunConfig.of(command, GPUS["h100"], jobs=1)
     job = config.job(command, sizes_of(command, None), 3, "")
-    jobs = [{**job, "name": f"{all_}", "traces_all": all_} for all_ in (False, True)]
+    jobs = [
+        replace(job, name=str(traces_all), traces_all=traces_all) for traces_all in (False, True)
+    ]
     reports = {report["name"]: report for report in warm.run_jobs(config.programs, jobs)}
     few, every = reports["False"], reports["True"]
     assert (few["traced_microbatches"], every["traced_microbatches"]) == (4, 8)

@@ -14,12 +14,14 @@ import os
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 from unittest import mock
 
 import servers
+
+from megatron_vshape.rehearsal.rank_job import RankJob
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,13 +69,13 @@ class Warm:
             status = main(arguments)
         return PassRecord(status, out.getvalue(), err.getvalue())
 
-    def run_jobs(self, programs: Any, jobs: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
+    def run_jobs(self, programs: Any, jobs: Iterable[RankJob]) -> Iterator[Any]:
         """Yield the result of every job, like `ranks.run_jobs`."""
         self._asked += 1
         job_file, result_file = (
             self._folder / f"{kind}{self._asked}" for kind in ("asked", "told")
         )
-        job_file.write_text("".join(json.dumps(job) + "\n" for job in jobs))
+        job_file.write_text("".join(job.to_json() + "\n" for job in jobs))
         paths = {
             name: None if path is None else str(path.resolve())
             for name, path in (("megatron", programs.megatron), ("te", programs.te))

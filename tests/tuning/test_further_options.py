@@ -1,14 +1,14 @@
 """Options that advise lists if no configuration fits, by the memory of their dry runs."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rehearsal.reports import report_of
 
 from megatron_vshape.rehearsal.gpus import GIB, GPUS
+from megatron_vshape.rehearsal.rank_job import RankJob
 from megatron_vshape.rehearsal.rank_report import RankReport
 from megatron_vshape.rehearsal.ranks import DryRunConfig, Programs
 from megatron_vshape.tuning import further_options
@@ -22,24 +22,24 @@ PROGRAMS = DryRunConfig(
 )
 
 
-def name_of(job: Mapping[str, Any]) -> str:
+def name_of(job: RankJob) -> str:
     """Name the options of a job."""
-    if job["lora"] is not None:
+    if job.lora is not None:
         return "lora"
-    if "--exp-avg-dtype" in job["flags"]:
+    if "--exp-avg-dtype" in job.flags:
         return "bf16 states"
-    if "--optimizer-cpu-offload" in job["flags"]:
+    if "--optimizer-cpu-offload" in job.flags:
         return "cpu"
-    return f"{job['world']} GPUs"
+    return f"{job.world} GPUs"
 
 
 def options_that_fit(monkeypatch: pytest.MonkeyPatch, *fitting: str) -> list[str]:
     """Return the listed options if the dry runs of these names fit."""
 
-    def rehearse_all(_: Programs, jobs: Iterable[Mapping[str, Any]]) -> Iterator[RankReport]:
+    def rehearse_all(_: Programs, jobs: Iterable[RankJob]) -> Iterator[RankReport]:
         for job in jobs:
             peak_bytes = (10 if name_of(job) in fitting else 100) * GIB
-            yield replace(report_of(), name=job["name"], peak_bytes=peak_bytes)
+            yield replace(report_of(), name=job.name, peak_bytes=peak_bytes)
 
     monkeypatch.setattr(further_options, "rehearse_all", rehearse_all)
     subject = Subject.of_command(["pretrain_gpt.py", *FLAGS.split()], "")
