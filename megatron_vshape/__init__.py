@@ -110,7 +110,7 @@ def register(**options: Any) -> None:
     * `encoder_layers`: forward time of the image encoder in layers, or "N:frozen"
     * `vocab_parallel`: vocabulary parallelism (True or False)
     * `slices`: sequence slices per microbatch
-    * `profile_steps`: first and last step to measure
+    * `profile_steps`: first and last step to measure, as in `(10, 14)`
     * `keep_order`: keep the order of variable-length microbatches (True or False)
     * `lengths`: function that returns the sequence lengths of a microbatch
     * `split_graphs`: "off" makes CUDA graphs compute weight gradients in B

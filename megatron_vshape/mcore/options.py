@@ -174,7 +174,9 @@ class Options:
     profile_steps: tuple[int, int] | None = _option(
         "--pipeline-profile-iterations A:B",
         Values(
-            "A:B with whole numbers 2 <= A <= B; the first step counts memory", _are_steps, _steps
+            "A:B, as a keyword (A, B), with 2 <= A <= B; the first step counts memory",
+            _are_steps,
+            _steps,
         ),
         "training steps A to B whose passes are measured; auto then plans again",
     )

@@ -58,7 +58,7 @@ COMPARISONS = {
     "Qwen3-VL-MoE": Comparison({"model": "qwen3-moe"}, ("v-half",), 174, 51),
     "GLM-4.5V": Comparison({"model": "glm45v"}, ("v-half",), 141, 27),
     "Qwen2.5-VL, five steps": Comparison(
-        {"model": "qwen25", "steps": 5}, ("auto",), 89, 30, {"profile_steps": "2:3"}
+        {"model": "qwen25", "steps": 5}, ("auto",), 89, 30, {"profile_steps": (2, 3)}
     ),
 }
 
