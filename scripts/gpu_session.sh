@@ -16,7 +16,7 @@ fails. PYTHON sets the interpreter. On a GPU with less memory, models that are t
 TEXT
 }
 
-commands=(graph-weights graph-ranks splitting graphs trainer allocator nccl warmup offload sizes)
+commands=(graph-weights graph-ranks splitting graphs trainer allocator nccl warmup encoder offload sizes)
 
 run_command() {
     case $1 in
@@ -52,6 +52,10 @@ run_command() {
         warmup)
             about "a warm-up of two ranks that share the GPU, over NCCL: losses of later steps"
             bench 180 benchmarks/check_warmup.py
+            ;;
+        encoder)
+            about "the image encoder of Qwen3-VL-8B in layers of its language model"
+            bench 120 benchmarks/encoder_ratio.py
             ;;
         offload)
             about "copies to host memory while passes run"
