@@ -17,6 +17,7 @@ COMMANDS = [
     "allocator",
     "nccl",
     "warmup",
+    "encoder",
     "offload",
     "sizes",
 ]
