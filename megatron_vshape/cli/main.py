@@ -27,7 +27,6 @@ COMMANDS = {
     "rehearse": "estimate peak GPU memory per rank for a training command (no GPU needed)",
     "schedule": "generate a schedule; print, draw, export or compare it",
     "plan": "search for the fastest schedule for given costs within a memory limit",
-    "profile": "alias of rehearse --measure --costs, for one release",
     "sweep": "search over schedules and parallel configurations; launch the best on a cluster",
     "doctor": "check versions, Megatron's hooks and the support of each option",
     "playground": "show, compare and plan schedules in the browser",

@@ -4,14 +4,11 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from megatron_vshape import __version__, make
-from megatron_vshape.cli import rehearse
 from megatron_vshape.cli.main import COMMANDS, main
-from megatron_vshape.rehearsal.flags import read_command
 
 
 def test_the_package_runs_as_the_command():
@@ -99,25 +96,3 @@ def test_deleted_current_directory_is_reported():
 def test_a_number_of_any_length_is_a_short_sentence(capsys, option):
     assert main(["schedule", "1f1b", option, "9" * 5000]) == 2
     assert len(capsys.readouterr().err) < 300
-
-
-def test_profile_is_an_alias_for_one_release(capsys, monkeypatch):
-    pytest.importorskip("torch")
-    ran = []
-    monkeypatch.setattr(rehearse, "run", lambda options: ran.append(options) or 0)
-    model = Path(__file__).parents[2] / "configs" / "models" / "tiny.yaml"
-    sizes = ["--devices", "2", "--seq-length", "64", "--tensor-parallel", "2"]
-    command = ["profile", "--model", str(model), *sizes, "--output", "costs.json"]
-    assert main(command) == 0
-    output = capsys.readouterr().out
-    assert output.startswith(
-        "profile is now: megatron-vshape rehearse --measure --costs costs.json"
-    )
-    assert ran[0].measure
-    words = read_command(ran[0].command)
-    assert words.number("--pipeline-model-parallel-size", 0) == 2
-    assert words.number("--tensor-model-parallel-size", 0) == 2
-    assert words.number("--hidden-size", 0) == 256
-    assert words.number("--seq-length", 0) == 64
-    assert main([*command, "--offload"]) == 2
-    assert "unrecognized arguments: --offload" in capsys.readouterr().err
