@@ -173,6 +173,11 @@ def _verified(options: Any) -> bool:
     return str(getattr(recipe, "value", recipe)) in ("delayed", "tensorwise", "blockwise")
 
 
+def _saves_by_rank(options: Any) -> bool:
+    uses_files = any(getattr(options, name, None) for name in ("save", "load"))
+    return uses_files and getattr(options, "ckpt_format", None) == "torch"
+
+
 def _has_mamba(options: Any) -> bool:
     return "M" in (getattr(options, "hybrid_layer_pattern", None) or "")
 
@@ -354,6 +359,14 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
             "perform_rl_step",
             "its loop uses only the first chunk of each rank, in the order of the ranks",
             fix="Use a schedule with one chunk per rank, such as zb-h1",
+        ),
+        Refusal(
+            "ckpt_format",
+            "it stores layers by rank and chunk",
+            fix="Use --ckpt-format torch_dist, which any schedule loads",
+            flag="--ckpt-format torch",
+            in_config=False,
+            holds=_saves_by_rank,
         ),
     ),
     By.RECORDING: each_of(_NEW_ORDER, *BATCH_SIZES, fix=_NO_RAMP, is_set=is_given),

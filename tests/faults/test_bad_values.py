@@ -8,7 +8,7 @@ import pytest
 from faults.conftest import Inject, Tally
 from faults.test_killed import V_HALF
 
-SIX = (*V_HALF, "--train-iters", "6", "--save-interval", "100", "--ckpt-format", "torch")
+SIX = (*V_HALF, "--train-iters", "6", "--save-interval", "100")
 REPRODUCED, NOT_REPRODUCED = 16, 17  # Megatron's exit codes of a step that was bad
 ALWAYS = 9  # steps, and repeated steps, from the first on
 

@@ -26,9 +26,7 @@ from megatron_vshape.mcore.setup.plans import Planner
 
 V_HALF = ("--pipeline-schedule", "v-half", "--pipeline-timeout", "60")
 FIVE = (*V_HALF, "--train-iters", "5")
-EVERY_TWO = ("--save-interval", "2", "--ckpt-format")
-# A file a rank; torch_dist starts four more processes, which import Megatron, at every save.
-PLAIN, DISTRIBUTED = "torch", "torch_dist"
+EVERY_TWO = ("--save-interval", "2")
 TOLD = re.compile(
     r"rank (\d) \(device \1\): "
     r"(?:(BW|F|B|W)\d\.\d (?:waits for \2\d\.\d from|waits for a receive of) rank \d \(device \d\)"
@@ -65,10 +63,10 @@ def assert_others_told(run: Ended, killed: int, folder: Path) -> float:
 
 
 def assert_continues(
-    farm: Farm, complete_run: Ended, folder: Path, form: str = PLAIN, num_lost: int = 3
+    farm: Farm, complete_run: Ended, folder: Path, num_lost: int = 3
 ) -> None:
     """Check that a restart from `folder` repeats the lost steps of the complete run bitwise."""
-    resumed_run = farm.run(4, *FIVE, "--load", str(folder), "--ckpt-format", form).check()
+    resumed_run = farm.run(4, *FIVE, "--load", str(folder)).check()
     for key in ("losses", "grad_norms"):
         assert resumed_run.record[key] == complete_run.record[key][-num_lost:]
     resumed, complete = resumed_run.merged("parameters"), complete_run.merged("parameters")
@@ -81,7 +79,7 @@ def test_killed_rank_ends_the_run_and_a_restart_continues_bitwise(
 ) -> None:
     tally("SIGKILL in a pass, then a restart")
     saved = tmp_path / "saved"
-    run = inject([kill(passes(1, Kind.B)[3], 1)], *FIVE, *EVERY_TWO, PLAIN, "--save", str(saved))
+    run = inject([kill(passes(1, Kind.B)[3], 1)], *FIVE, *EVERY_TWO, "--save", str(saved))
     seconds = assert_others_told(run, 1, tmp_path)
     assert seconds < 30
     assert_continues(farm, train(4, *FIVE), saved)
@@ -110,7 +108,7 @@ def test_kill_in_each_kind_of_pass_ends_the_run(
     passes_of_kind = passes(device, kind)
     work = passes_of_kind[{"first": 0, "middle": len(passes_of_kind) // 2, "last": -1}[position]]
     saved = tmp_path / "saved"
-    run = inject([kill(work, device)], *FIVE, *EVERY_TWO, PLAIN, "--save", str(saved))
+    run = inject([kill(work, device)], *FIVE, *EVERY_TWO, "--save", str(saved))
     seconds = assert_others_told(run, device, tmp_path)
     tally(f"SIGKILL in {kind} of Megatron's model", note=f"{seconds:.2f} s")
     if position == "middle":
@@ -133,7 +131,7 @@ def test_kill_in_a_forward_before_its_step_ends_the_run(
     tally("SIGKILL in a step begun before the last was validated")
     work = passes(device, Kind.F)[number]
     saved = tmp_path / "saved"
-    run = inject([kill(work, device)], *AHEAD, *EVERY_TWO, PLAIN, "--save", str(saved))
+    run = inject([kill(work, device)], *AHEAD, *EVERY_TWO, "--save", str(saved))
     assert run.codes == [-9 if rank == device else 1 for rank in range(4)]
     for rank, text in enumerate(run.output):
         if rank != device:
@@ -143,7 +141,7 @@ def test_kill_in_a_forward_before_its_step_ends_the_run(
     assert max(run.ended_s) - float((tmp_path / "struck").read_text()) < 30
     complete_run = farm.run(4, *AHEAD).check()
     assert "post-validation: 2 steps made" in complete_run.output[0]
-    resumed_run = farm.run(4, *AHEAD, "--load", str(saved), "--ckpt-format", PLAIN).check()
+    resumed_run = farm.run(4, *AHEAD, "--load", str(saved)).check()
     assert resumed_run.record["losses"] == complete_run.record["losses"][-3:]
     resumed, complete = resumed_run.merged("parameters"), complete_run.merged("parameters")
     assert all(torch.equal(resumed[name], complete[name]) for name in complete)
@@ -185,7 +183,7 @@ def test_kill_under_torchrun_ends_the_run(tally: Tally, tmp_path: Path) -> None:
     command += ["--nproc-per-node", "4", "--redirects", "3", "--log-dir", str(tmp_path / "logs")]
     command += [str(INJECTION.with_name("injected_script.py")), str(faults_file), *MODEL]
     command += ["--pipeline-model-parallel-size", "4", *FIVE]
-    command += [*EVERY_TWO, PLAIN, "--save", str(tmp_path / "saved")]  # no writers are left behind
+    command += [*EVERY_TWO, "--save", str(tmp_path / "saved")]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from faults.conftest import Inject, Tally
-from faults.test_killed import DISTRIBUTED, EVERY_TWO, FIVE, assert_continues
+from faults.test_killed import EVERY_TWO, FIVE, assert_continues
 from mcore.farm import Ended, Farm
 
 DATA, INDEX, TRACKER = "iter_0000004/__2_0", "iter_0000004/.metadata", "latest_checkpointed"
@@ -37,10 +37,10 @@ def test_previous_checkpoint_still_loads(
     tally(f"{what} while saving")
     saved = tmp_path / "saved"
     fault = {"what": what, "rank": rank, "file": file, "skip": 1 if file == TRACKER else 0}
-    run = inject([fault], *FIVE, *EVERY_TWO, DISTRIBUTED, "--save", str(saved))
+    run = inject([fault], *FIVE, *EVERY_TWO, "--save", str(saved))
     assert (tmp_path / "struck").exists()
     assert None not in run.codes
     assert 0 not in run.codes
     # If only the tracker file was truncated, the checkpoint itself is complete.
     lost = 1 if file == TRACKER else 3
-    assert_continues(farm, train(4, *FIVE), saved, DISTRIBUTED, lost)
+    assert_continues(farm, train(4, *FIVE), saved, lost)

@@ -29,6 +29,7 @@ from megatron_vshape.mcore.setup.rank_layers import (
     RECORD,
     Layers,
     difference,
+    layers_of_megatron,
     layers_of_stages,
     saved_layers,
 )
@@ -88,7 +89,7 @@ def _compare_layers(session: Session, folder: str) -> None:
     Raises:
         UnsupportedError: A rank had other layers, or they are unknown.
     """
-    pipeline, loading_layers = session.pipeline, session.loading_layers
+    pipeline = session.pipeline
     common = dist_checkpointing.load_common_state_dict(folder)
     record = (common.get("content_metadata") or {}).get(RECORD)
     if record is None and session.is_idle:  # no schedule of this package, neither then nor now
@@ -100,9 +101,10 @@ def _compare_layers(session: Session, folder: str) -> None:
     if saved is None and pipeline is not None and name == pipeline.choice.name:
         logger.warning(UNKNOWN_LAYERS, folder)
         return
-    current = None if loading_layers is None else loading_layers()
     if pipeline is not None:
         current = layers_of_pipeline(pipeline)
+    else:  # None without the trainer's arguments
+        current = layers_of_megatron(session.arguments)
     if current is not None:
         check_optimizer_state(saved, current, folder)
 

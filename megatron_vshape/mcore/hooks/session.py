@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -39,7 +40,6 @@ from megatron_vshape.mcore.setup.environment import Environment
 from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.mcore.setup.rank_layers import Layers
 from megatron_vshape.mcore.split import graphs
 from megatron_vshape.mcore.split.graphs import capture_order, covered, passes_of
 from megatron_vshape.mcore.split.linear_layers import (
@@ -110,8 +110,7 @@ class Session:
     # Build and checkpoint.
     build: BuildState = field(default_factory=BuildState)
     optimizer: Any = None
-    # Returns the layers of this run while Megatron-LM's trainer loads a checkpoint.
-    loading_layers: Callable[[], Layers | None] | None = None
+    arguments: Namespace | None = None  # of Megatron-LM's trainer, once validated
     # Steps. The runner is the step function of the trainer; it is created before training starts,
     # or in the first step of a library.
     runner: PipelineRunner | MeteredSchedule | None = None

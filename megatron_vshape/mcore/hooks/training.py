@@ -74,6 +74,7 @@ def validate_args(
         # Before the original: Megatron's checks initialize CUDA, which reads the environment.
         session.environment.set_variables(args, pipeline)
     validated = original(args, *positional, **options)
+    session.arguments = args
     # After them: the number of microbatches and some sizes are known only now.
     with refusing():
         configure.make_schedule_of_run(session.pipeline, args)

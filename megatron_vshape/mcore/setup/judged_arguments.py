@@ -322,13 +322,13 @@ TOPICS = (
     Topic(
         Judgement.SUPPORTED,
         "checkpoints",
-        "weights are saved by the number of their layer; --ckpt-format torch records the ranks",
+        "weights are saved by the number of their layer",
         """
         save save_interval save_retain_interval load load_main_params_from_ckpt
         non_persistent_save_interval non_persistent_ckpt_type non_persistent_global_ckpt_dir
         non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo finetune
         pretrained_checkpoint ckpt_step use_checkpoint_args use_mp_args_from_checkpoint_args
-        use_tokenizer_model_from_checkpoint_args exit_on_missing_checkpoint ckpt_format
+        use_tokenizer_model_from_checkpoint_args exit_on_missing_checkpoint
         auto_detect_ckpt_format ckpt_convert_format ckpt_convert_save
         ckpt_convert_update_legacy_dist_opt_format ckpt_fully_parallel_save async_save
         async_strategy use_persistent_ckpt_worker async_ckpt_cpu_priority async_ckpt_io_priority
