@@ -16,7 +16,6 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.runtime.activation_tracker import ActivationTracker
 from megatron_vshape.runtime.graph_memory import GraphMemory
-from megatron_vshape.runtime.measure import PassTimer
 from megatron_vshape.runtime.weight_jobs import GatheringJob, Job, WeightJobs, defer, plain_tensors
 
 
@@ -74,7 +73,6 @@ class StepState:
     captured_passes: Sequence[tuple[Kind, int, int]] | None = None
     tracker: ActivationTracker | None = None  # set while a step measures activation memory
     late_checks: Checks | None = None  # set while passes run; stores loss checks
-    timer: PassTimer | None = None  # set while a step of Megatron's schedules is timed
     gradient_sync: Reducer | None = None  # set in a step that reduces gradients in W
     # Replaces embedding and output layer in a step whose ranks share them.
     shared_ends: Any = None

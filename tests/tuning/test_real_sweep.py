@@ -37,4 +37,6 @@ def test_laptop_sweep_survives_a_kill(tmp_path: Path) -> None:
         outcomes = [result.outcome for result in results.read(results.finished_keys())]
     assert sorted(outcome.status for outcome in outcomes) == [Status.FAILED] + [Status.OK] * 9
     bubbles = [outcome.bubble for outcome in outcomes if outcome.status is Status.OK]
-    assert all(bubble is not None and 0 < bubble < 1 for bubble in bubbles)
+    # Schedules of Megatron are not measured.
+    assert any(bubbles)
+    assert all(bubble is None or 0 < bubble < 1 for bubble in bubbles)

@@ -15,7 +15,6 @@ from typing import Any
 from megatron_vshape.mcore.hook import Function, Hook, replaces
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.refusals import UnsupportedError, is_plain, refusing
-from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 
 
 @replaces
@@ -24,7 +23,7 @@ def save_checkpoint(session: Session, original: Function, *args: Any, **options:
 
     These effects are random-number states and consumed microbatches.
     """
-    if isinstance(session.runner, PipelineRunner):
+    if session.runner is not None:
         session.runner.roll_back()
     return original(*args, **options)
 

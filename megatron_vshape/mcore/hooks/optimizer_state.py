@@ -101,10 +101,10 @@ def _compare_layers(session: Session, folder: str) -> None:
     if saved is None and pipeline is not None and name == pipeline.choice.name:
         logger.warning(UNKNOWN_LAYERS, folder)
         return
+    # None without the trainer's arguments.
+    current = layers_of_megatron(session.arguments)
     if pipeline is not None:
         current = layers_of_pipeline(pipeline)
-    else:  # None without the trainer's arguments
-        current = layers_of_megatron(session.arguments)
     if current is not None:
         check_optimizer_state(saved, current, folder)
 

@@ -66,6 +66,33 @@ HOOKS = (
 PROBES = (
     Dependency(
         _SCHEDULES,
+        "forward_step",
+        (
+            "forward_step_func",
+            "data_iterator",
+            "model",
+            "num_microbatches",
+            "input_tensor",
+            "forward_data_store",
+            "config",
+            "cp_group_size",
+            "collect_non_loss_data",
+            "checkpoint_activations_microbatch",
+            "is_first_microbatch",
+            "current_microbatch",
+            "vp_stage",
+            "is_last_stage",
+        ),
+        "runs the forward pass of a stage",
+    ),
+    Dependency(
+        _SCHEDULES,
+        "backward_step",
+        ("input_tensor", "output_tensor", "output_tensor_grad", "config"),
+        "runs the backward pass of a stage",
+    ),
+    Dependency(
+        _SCHEDULES,
         "deallocate_output_tensor",
         ("out", "deallocate_pipeline_outputs"),
         "frees an output that has been sent",

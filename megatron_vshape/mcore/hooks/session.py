@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,12 +19,10 @@ from megatron.core.utils import get_model_config
 from torch import nn
 
 from megatron_vshape.core.model.kinds import Kind
-from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.hook import Function, Hook, Replaced, Switched, replaces
 from megatron_vshape.mcore.hooks import libraries
 from megatron_vshape.mcore.layout.built_layers import check_layers
 from megatron_vshape.mcore.observe import report
-from megatron_vshape.mcore.observe.bubble import MeteredSchedule, count_backward, count_forward
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,
@@ -52,7 +49,6 @@ from megatron_vshape.mcore.step.gradient_sync import splits_last
 from megatron_vshape.mcore.step.losses import can_wait
 from megatron_vshape.mcore.step.microbatches import iterators_by_chunk
 from megatron_vshape.mcore.step_state import StepState, unwrapped
-from megatron_vshape.runtime.measure import PassTimer
 
 if TYPE_CHECKING:  # it needs Megatron-LM's trainer
     from megatron_vshape.mcore.observe.iteration_log import IterationLog
@@ -113,7 +109,7 @@ class Session:
     arguments: Namespace | None = None  # of Megatron-LM's trainer, once validated
     # Steps. The runner is the step function of the trainer; it is created before training starts,
     # or in the first step of a library.
-    runner: PipelineRunner | MeteredSchedule | None = None
+    runner: PipelineRunner | None = None
     prepared: WeakSet[nn.Module] = field(default_factory=WeakSet)  # first chunks of models
     step: StepState = field(default_factory=StepState)
     iteration_log: IterationLog | None = None  # set while Megatron's trainer runs
@@ -148,7 +144,7 @@ class Session:
         --inprocess-restart). That run plans again: after a failure, only some ranks may have
         measured costs or agreed on a program.
         """
-        if isinstance(self.runner, PipelineRunner):
+        if self.runner is not None:
             self.runner.free_state(quietly=restarts)
         self.runner = self.iteration_log = self.optimizer = None
         self.build = BuildState()
@@ -158,13 +154,9 @@ class Session:
 
     def pipeline_runner(self, pipeline: Pipeline) -> PipelineRunner:
         """Return the runner of this package's schedule; creates it at the first call."""
-        runner = self.runner or PipelineRunner(self.step, pipeline, self.logs)
-        if not isinstance(runner, PipelineRunner):
-            raise RuntimeError(
-                "a schedule of this package is to run, and one of Megatron's own runs"
-            )
-        self.runner = runner
-        return runner
+        if self.runner is None:
+            self.runner = PipelineRunner(self.step, pipeline, self.logs)
+        return self.runner
 
     def prepare_model(self, call: Mapping[str, Any]) -> None:
         """Prepare a model at its first step, connect the ranks, and log the first training plan.
@@ -305,17 +297,10 @@ class Session:
 def get_forward_backward_func(
     session: Session, original: Function, *args: Any, **options: Any
 ) -> Any:
-    """Return this package's step function, or Megatron's with a meter if the user named it."""
+    """Return this package's step function, or Megatron's under a schedule of Megatron."""
     pipeline = session.pipeline
     if pipeline is None:
-        # One of Megatron's own schedules runs. A meter makes its log lines comparable with ours.
-        function, name = original(*args, **options), session.megatrons_own
-        if name is None:
-            return function
-        session.runner = session.runner or MeteredSchedule(
-            session.step, session.logs, function, name
-        )
-        return session.runner
+        return original(*args, **options)
     with refusing():
         check_one_module(pipeline.choice.name, *args, *options.values())
     session.build.is_extensible = False
@@ -338,47 +323,6 @@ def get_forward_backward_func(
             raise
 
     return run
-
-
-@replaces
-def forward_step(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Measure a forward pass of Megatron's own schedules.
-
-    Stages of this package call Megatron's function too (`step/stage.py`). Their passes are measured
-    by the runner of the program.
-    """
-    if session.pipeline is not None:
-        return original(*args, **options)
-    with _timed_pass(session.step.timer):
-        result = original(*args, **options)
-    if session.step.tracker is not None:
-        chunk = inspect.signature(original).bind(*args, **options).arguments.get("vp_stage")
-        count_forward(session.step.tracker, chunk, result[0])
-    return result
-
-
-@replaces
-def backward_step(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Measure a backward pass of Megatron's own schedules, as `forward_step`."""
-    if session.pipeline is not None:
-        return original(*args, **options)
-    with _timed_pass(session.step.timer):
-        result = original(*args, **options)
-    if session.step.tracker is not None:
-        count_backward(session.step.tracker)
-    return result
-
-
-@contextmanager
-def _timed_pass(timer: PassTimer | None) -> Iterator[None]:
-    """Record the duration of the pass in this context, if the step is timed."""
-    # The timer needs a pass, but for Megatron's schedules only durations count, not the pass.
-    some_pass = Pass(Kind.F, 0, 0)
-    if timer is not None:
-        timer.begins(some_pass)
-    yield
-    if timer is not None:
-        timer.ends(some_pass)
 
 
 @replaces
@@ -509,35 +453,6 @@ HOOKS = (
         "hands the trainer this package's function instead of Megatron's",
         get_forward_backward_func,
         everywhere=True,
-    ),
-    Hook(
-        _SCHEDULES,
-        "forward_step",
-        (
-            "forward_step_func",
-            "data_iterator",
-            "model",
-            "num_microbatches",
-            "input_tensor",
-            "forward_data_store",
-            "config",
-            "cp_group_size",
-            "collect_non_loss_data",
-            "checkpoint_activations_microbatch",
-            "is_first_microbatch",
-            "current_microbatch",
-            "vp_stage",
-            "is_last_stage",
-        ),
-        "measures Megatron's schedules for comparison; this package calls it too",
-        forward_step,
-    ),
-    Hook(
-        _SCHEDULES,
-        "backward_step",
-        ("input_tensor", "output_tensor", "output_tensor_grad", "config"),
-        "measures Megatron's schedules for comparison; this package calls it too",
-        backward_step,
     ),
     Hook(
         _SCHEDULES,

@@ -13,6 +13,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -23,13 +24,13 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.hook import Function, Hook, Replaced, replaces, replaces_always
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.observe.iteration_log import IterationLog, size_layer_losses
+from megatron_vshape.mcore.observe.report import write_allocated
 from megatron_vshape.mcore.options import add_arguments
 from megatron_vshape.mcore.refusals import RefusedError, check_one_module, refusing
 from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.configure import Pipeline
 from megatron_vshape.mcore.setup.judgements import warn_of_unjudged
 from megatron_vshape.mcore.setup.megatron_schedules import megatrons_own
-from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 from megatron_vshape.runtime.failures import last_words
 
 logger = logging.getLogger(__name__)
@@ -350,7 +351,7 @@ def _log_failure(session: Session, train: Callable[[], Any]) -> Any:
 def _position(session: Session) -> str:
     """Describe the current iteration of this rank and the pass or receive it is in."""
     iteration = f"in iteration {getattr(get_args(), 'curr_iteration', 0) + 1}"
-    if isinstance(session.runner, PipelineRunner):
+    if session.runner is not None:
         return f"{session.runner.describe_position()}, {iteration}"
     return f"rank {os.environ.get('RANK', '0')}, {iteration}"
 
@@ -358,12 +359,14 @@ def _position(session: Session) -> str:
 @replaces
 def training_log(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Provide this package's metrics while Megatron logs an iteration."""
-    if session.iteration_log is None or session.runner is None:
+    if session.iteration_log is None:
         return original(*args, **options)
-    if isinstance(session.runner, PipelineRunner):
+    meter = None
+    if session.runner is not None:
         size_layer_losses(get_args())
+        meter = session.runner.meter
     number = inspect.signature(original).bind(*args, **options).arguments["iteration"]
-    with session.iteration_log.iteration(session.runner.meter, number):
+    with session.iteration_log.iteration(meter, number):
         return original(*args, **options)
 
 
@@ -385,18 +388,21 @@ def report_theoretical_memory(
 
 
 def _print_results(session: Session) -> None:
-    if isinstance(session.runner, PipelineRunner):
-        for line in session.runner.end_training():
-            print_rank_0(line)
-    if session.runner is not None:
-        group = parallel_state.get_pipeline_model_parallel_group()
-        copies = parallel_state.get_data_parallel_world_size()
-        try:
-            closing_line = session.runner.report.closing_line(group, copies)
-            if closing_line is not None:
-                print_rank_0(closing_line)
-        except ScheduleError as error:  # Megatron saves the last checkpoint after this report
-            logger.warning("no closing report: %s", error)
+    if session.is_idle:
+        return
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if session.runner is None:  # a schedule of Megatron
+        write_allocated(torch.cuda.max_memory_allocated(), group)
+        return
+    for line in session.runner.end_training():
+        print_rank_0(line)
+    copies = parallel_state.get_data_parallel_world_size()
+    try:
+        closing_line = session.runner.report.closing_line(group, copies)
+        if closing_line is not None:
+            print_rank_0(closing_line)
+    except ScheduleError as error:  # Megatron saves the last checkpoint after this report
+        logger.warning("no closing report: %s", error)
 
 
 _TRAINER = "megatron.training"

@@ -1,27 +1,13 @@
-"""The bubble: share of idle time in a step, measured in the steps that are logged.
-
-`MeteredSchedule` also measures Megatron's schedules, for comparison with those of this package.
-"""
+"""The bubble: share of idle time in a step, measured in the steps that are logged."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from torch import Tensor
 
-from megatron_vshape.core.model.kinds import Kind
-from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.paper import catalogue
-from megatron_vshape.mcore.observe.report import RunReport
-from megatron_vshape.mcore.setup.choice import ScheduleChoice
-from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.mcore.step_state import StepState, device_of
-from megatron_vshape.runtime.activation_tracker import ActivationTracker
 from megatron_vshape.runtime.measure import PassTimer
 
 Logs = Callable[[int], bool]
@@ -61,7 +47,7 @@ class BubbleMeter:
     """Times the passes of training steps that are logged, and of no other steps."""
 
     logs: Logs
-    predict: _PredictBubble | None
+    predict: _PredictBubble
     _timer: PassTimer | None = None
     _torch_device: torch.device = torch.device("cpu")
     _num_microbatches: int = 0
@@ -90,7 +76,7 @@ class BubbleMeter:
         all ranks. So the duration of the step is that of the rank that ends last.
         """
         predicted = None
-        if self.predict is not None and self._num_microbatches:
+        if self._num_microbatches:
             predicted = self.predict(self._num_microbatches)
         if self._timer is None:
             return Figures(iteration, predicted)
@@ -101,65 +87,3 @@ class BubbleMeter:
         busy_us, whole_us = max_times.tolist()
         bubble = 1 - busy_us / whole_us if whole_us else None  # None: no pass was observed
         return Figures(iteration, predicted, bubble)
-
-
-class MeteredSchedule:
-    """Runs Megatron's step function unchanged and measures the training steps."""
-
-    def __init__(
-        self,
-        state: StepState,
-        logs: Logs,
-        original: Callable[..., Any],
-        name: str,
-    ) -> None:
-        ranks = parallel_state.get_pipeline_model_parallel_world_size()
-        chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-        planner = (
-            Planner(ScheduleChoice(ranks, name))
-            if name in catalogue.NAMES and chunks == 1
-            else None
-        )
-        self._state = state
-        self._original = original
-        self.meter = BubbleMeter(logs, None if planner is None else planner.predicted_bubble)
-        self.report = RunReport(
-            state,
-            f"{name} (Megatron's own)",
-            [_stage_of(chunk) for chunk in range(chunks)],
-            None if planner is None else planner.plan_step,
-        )
-
-    def __call__(self, **arguments: Any) -> Any:
-        """Run one step; the parameters are those of Megatron's function."""
-        if arguments.get("forward_only"):
-            self.report.interrupt()
-            return self._original(**arguments)
-        model, microbatches = arguments["model"], arguments["num_microbatches"]
-        tokens = microbatches * arguments["micro_batch_size"] * arguments["seq_length"]
-        chunks = model if isinstance(model, list) else [model]
-        torch_device = device_of(chunks)
-        with self.report.training_step(chunks, microbatches, tokens):
-            timer = self.meter.begin_step(microbatches, torch_device)
-            with self._state.setting(timer=timer):
-                return self._original(**arguments)
-
-
-def count_forward(
-    tracker: ActivationTracker, chunk: int | None, output: Tensor | list[Tensor]
-) -> None:
-    """Count the activations that a forward pass of this rank's chunk saves."""
-    for tensor in output if isinstance(output, list) else [output]:
-        tracker.add_graph(tensor)
-    tracker.ends(Pass(Kind.F, _stage_of(chunk or 0), 0))
-
-
-def count_backward(tracker: ActivationTracker) -> None:
-    """Count the memory after a full backward; the totals do not depend on the chunk."""
-    tracker.ends(Pass(Kind.BW, 0, 0))
-
-
-def _stage_of(chunk: int) -> int:
-    ranks: int = parallel_state.get_pipeline_model_parallel_world_size()
-    rank: int = parallel_state.get_pipeline_model_parallel_rank()
-    return chunk * ranks + rank

@@ -32,12 +32,15 @@ class IterationLog:
         return bool(iteration % args.log_interval == 0)
 
     @contextmanager
-    def iteration(self, meter: BubbleMeter, number: int) -> Iterator[None]:
-        """Provide this package's metrics while Megatron logs an iteration in this context."""
+    def iteration(self, meter: BubbleMeter | None, number: int) -> Iterator[None]:
+        """Provide this package's metrics while Megatron logs an iteration in this context.
+
+        Under a schedule of Megatron, without a meter, there are none.
+        """
         args = get_args()
         if number % args.log_interval == 0:
             group = parallel_state.get_pipeline_model_parallel_group()
-            self.figures = meter.figures(number, group)
+            self.figures = Figures(number) if meter is None else meter.figures(number, group)
         try:
             yield
         finally:

@@ -38,6 +38,8 @@ COLUMNS = 120
 
 MIB = 2**20
 
+T = TypeVar("T")
+
 _PlanOf = Callable[[int], PlannedStep]
 """Returns the plan for a number of microbatches."""
 
@@ -109,7 +111,7 @@ class RunReport:
     state: StepState
     name: str
     stages: Sequence[int]  # stages of this rank
-    plan_of: _PlanOf | None  # predicts the memory for a number of microbatches
+    plan_of: _PlanOf  # predicts the memory for a number of microbatches
     external_memory: _ExternalMemory | None = (
         None  # set once activations may be moved off the device
     )
@@ -190,7 +192,7 @@ class RunReport:
         tracker, initial_bytes = ActivationTracker(persistent(model)), torch.cuda.memory_allocated()
         with self.state.setting(tracker=tracker):
             yield
-        self._plan = None if self.plan_of is None else self.plan_of(num_microbatches)
+        self._plan = self.plan_of(num_microbatches)
         activation_bytes = {stage: tracker.held_bytes(stage, passes) for stage in self.stages}
         # Before the first step the optimizer has no state. If the peak during model construction
         # was higher, this is an overestimate, which is safe.
@@ -232,8 +234,7 @@ class RunReport:
             else {external_memory.name: external_memory.nbytes},
             allocated_bytes=torch.cuda.max_memory_allocated(),
         )
-        memories: list[Memory] = [local_memory] * pipeline_group.size()
-        dist.all_gather_object(memories, local_memory, group=pipeline_group)
+        memories = _gather(local_memory, pipeline_group)
         speed = "throughput unknown (too few steps)"
         if self._step_s:
             speed = f"{self._tokens * copies / self.step_s:,.0f} tokens/s"
@@ -253,12 +254,30 @@ class RunReport:
         allocated = [memory.allocated_bytes for memory in memories]
         if any(allocated):
             line += f", peak allocated memory {_format_mib(allocated)}"
-            if dist.get_rank() == 0:
-                write_figures(allocated_bytes=allocated)
+            _write_allocated(allocated)
         if self._checked is not None and self._step_s:
             peaks = [memory.peak_bytes for memory in memories]
             line += "\n" + closing_table(self._checked, self.step_s * 1e6, peaks)
         return line
+
+
+def write_allocated(peak_bytes: int, pipeline_group: dist.ProcessGroup) -> None:
+    """Write the allocator's peak of every pipeline rank to the file of figures, if on GPUs.
+
+    All ranks of the run call this.
+    """
+    _write_allocated(_gather(peak_bytes, pipeline_group))
+
+
+def _write_allocated(allocated: Sequence[int]) -> None:
+    if any(allocated) and dist.get_rank() == 0:
+        write_figures(allocated_bytes=allocated)
+
+
+def _gather(value: T, group: dist.ProcessGroup) -> list[T]:
+    values = [value] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def closing_table(checked: Checked, step_us: float, peak_bytes: Sequence[float]) -> str:
@@ -425,8 +444,6 @@ def persistent(model: Sequence[nn.Module]) -> Iterator[Tensor]:
 def _format_mib(values: Sequence[float]) -> str:
     return "[" + ", ".join(f"{value / MIB:.2f}" for value in values) + "]"
 
-
-T = TypeVar("T")
 
 _ADAM_STATES = 2
 """Number of fp32 moments per parameter in Adam."""

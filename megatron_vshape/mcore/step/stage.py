@@ -523,8 +523,7 @@ def run_by_megatron(config: Any, forward: Forward | None, backward: Backward | N
     if forward is not None:
         step = forward.step
         # It sets the received tensor as the input of the model, calls the trainer's function and,
-        # at the end of the model, its loss function. The hook on it (`hooks/session.py`) measures
-        # Megatron's schedules only. The None is for partial activation checkpointing.
+        # at the end of the model, its loss function. None: no partial activation checkpointing.
         output, num_tokens = schedules.forward_step(
             forward.forward_step,
             step.iterators[forward.chunk],
