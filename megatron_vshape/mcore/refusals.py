@@ -510,6 +510,17 @@ def check_one_module(schedule: str, *communicators: Any) -> None:
             raise refused_model(schedule, type(communicator).__name__)
 
 
+SEVERAL_STACKS = frozenset({"LLaVAModel", "MimoModel", "T5Model"})
+"""Models of Megatron with several stacks of layers, by class name."""
+
+
+def check_stacks(schedule: str, chunks: Iterable[Any]) -> None:
+    """Raise UnsupportedError if an unwrapped chunk has several stacks of layers."""
+    for chunk in chunks:
+        if SEVERAL_STACKS & {base.__name__ for base in type(chunk).__mro__}:
+            raise refused_model(schedule, type(chunk).__name__)
+
+
 def refused_model(schedule: str, name: str) -> UnsupportedError:
     """Return the error for a model with more than one stack of layers."""
     return UnsupportedError(

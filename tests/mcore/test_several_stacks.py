@@ -1,4 +1,4 @@
-"""Models with several layer stacks are rejected before construction or run under Megatron.
+"""Models with several layer stacks are rejected in their first step, or run under Megatron.
 
 pretrain_vlm.py and examples/multimodal build a LLaVAModel, pretrain_t5.py a T5Model, examples/mimo
 a MimoModel; if the parts of such a model have separate pipelines, Megatron's trainer passes
@@ -8,6 +8,7 @@ a MultiModuleProcessGroupCollection and a MultiModulePipelineCommunicator.
 import importlib
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,8 @@ pytest.importorskip("megatron.training")
 
 import megatron.training
 import torch
+from mcore.farm import Farm
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
@@ -25,11 +28,14 @@ from megatron.core.transformer import TransformerConfig
 import megatron_vshape
 from megatron_vshape.mcore.hooks import core_hooks, registry, training
 from megatron_vshape.mcore.hooks.session import Session
-from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError, check_one_module
+from megatron_vshape.mcore.refusals import (
+    RefusedError,
+    UnsupportedError,
+    check_one_module,
+    check_stacks,
+)
 
-SAID = "megatron-vshape: schedule zb-h1 does not work with {}: it needs one stack of layers"
-MODELS = [hook for hook in registry.HOOKS if hook.replacement is core_hooks.several_stacks_init]
-STACKS = [hook for hook in MODELS if not hook.attribute.startswith("GPTModel")]
+SAID = "schedule zb-h1 does not work with {}: it needs one stack of layers"
 
 
 def uninitialized(kind: type) -> Any:
@@ -57,26 +63,32 @@ def build_config() -> None:
     )
 
 
-def test_multi_stack_model_modules_exist() -> None:
-    assert {hook.attribute.partition(".")[0] for hook in STACKS} == {
-        "LLaVAModel",
-        "T5Model",
-        "MimoModel",
-    }
-    assert all(hook.is_there for hook in registry.examine() if hook.record in STACKS)
+STACKS = (
+    "megatron.core.models.multimodal.llava_model.LLaVAModel",
+    "megatron.core.models.T5.t5_model.T5Model",
+    "megatron.core.models.mimo.model.base.MimoModel",
+)
 
 
-@pytest.mark.parametrize("hook", STACKS, ids=lambda hook: hook.attribute)
-def test_multi_stack_model_is_rejected_before_it_is_built(hook: registry.Hook) -> None:
-    name = hook.attribute.partition(".")[0]
-    kind = getattr(importlib.import_module(hook.module), name)
-    with pytest.raises(TypeError):  # Megatron's: without arguments
-        kind()
-    build_config()
-    with pytest.raises(RefusedError) as refused:
-        kind()
-    assert str(refused.value).startswith(SAID.format(name))
-    assert "\n" not in str(refused.value)
+def test_models_with_several_stacks_are_rejected() -> None:
+    for path in STACKS:
+        module, _, name = path.rpartition(".")
+        kind = getattr(importlib.import_module(module), name)
+        derived = type(f"My{name}", (kind,), {})
+        for model in (kind, derived):
+            with pytest.raises(UnsupportedError) as rejected:
+                check_stacks("zb-h1", [uninitialized(GPTModel), uninitialized(model)])
+            assert str(rejected.value).startswith(SAID.format(model.__name__))
+    check_stacks("zb-h1", [uninitialized(GPTModel)])
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "v-half"])
+def test_first_step_rejects_a_model_with_several_stacks(farm: Farm, schedule: str) -> None:
+    plugin = Path(__file__).with_name("two_stacks.py")
+    run = farm.run(2, "--pipeline-schedule", schedule, plugin=plugin, timeout_s=60)
+    assert run.codes == [1, 1], run.output
+    message = f"schedule {schedule} does not work with T5Model: it needs one stack of layers"
+    assert [message in text for text in run.output] == [True, False], run.output
 
 
 def test_multi_module_pipelines_use_megatron_or_are_rejected() -> None:
@@ -91,7 +103,7 @@ def test_multi_module_pipelines_use_megatron_or_are_rejected() -> None:
         build_config()
         with pytest.raises(RefusedError) as refused:
             schedules.get_forward_backward_func(schedule_pg_collection=modules)
-        assert str(refused.value).startswith(SAID.format(type(modules).__name__))
+        assert SAID.format(type(modules).__name__) in str(refused.value)
     for collection in (modules, uninitialized(MultiModulePipelineCommunicator)):
         with pytest.raises(
             UnsupportedError, match=f"v-half does not work with {type(collection).__name__}"

@@ -24,7 +24,7 @@ from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import hybrid, multi_token
 from megatron_vshape.mcore.layout.stage_map import check_tied_embeddings
 from megatron_vshape.mcore.options import Options
-from megatron_vshape.mcore.refusals import UnsupportedError, refused_model, refusing
+from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.choice import ScheduleChoice, resolve_schedule
 from megatron_vshape.mcore.setup.configure import Pipeline, StageLayout
@@ -437,17 +437,6 @@ def block_init(
 
 
 @replaces
-def several_stacks_init(
-    session: Session, original: Function, model: Any, *args: Any, **options: Any
-) -> None:
-    """Reject a model with several stacks of layers before any of them is built."""
-    if session.pipeline is not None:
-        with refusing():
-            raise refused_model(session.pipeline.choice.name, type(model).__name__)
-    original(model, *args, **options)
-
-
-@replaces
 def float16_module_forward(
     session: Session,
     original: Function,
@@ -548,21 +537,6 @@ HOOKS = (
         ("self",),
         "shares one weight of tied or repeated embeddings on one rank",
         setup_embeddings,
-    ),
-    *(
-        Hook(
-            f"megatron.core.models.{module}",
-            f"{model}.__init__",
-            ("self",),
-            "rejects models with several stacks of layers, which no schedule supports",
-            several_stacks_init,
-            optional=True,
-        )
-        for module, model in (
-            ("multimodal.llava_model", "LLaVAModel"),
-            ("T5.t5_model", "T5Model"),
-            ("mimo.model.base", "MimoModel"),
-        )
     ),
     *(
         Hook(_UTILS, name, expects, reason, replacement, everywhere=True)

@@ -27,6 +27,7 @@ from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,
     check_one_module,
+    check_stacks,
     model_with_encoder,
     name_keywords,
     refusing,
@@ -200,6 +201,8 @@ class Session:
 
     def _check_model(self, pipeline: Pipeline, model: Sequence[nn.Module]) -> None:
         """Raise UnsupportedError unless `model` has the chunks of this rank as they were built."""
+        unwrapped_chunks = [unwrapped(chunk) for chunk in model]
+        check_stacks(pipeline.choice.name, unwrapped_chunks)
         chunks = pipeline.stage_map.num_chunks
         if len(model) != chunks:
             raise UnsupportedError(
@@ -208,7 +211,6 @@ class Session:
                 "or choose a schedule with one where it knows of no more, such as zb-h1"
             )
         rank = parallel_state.get_pipeline_model_parallel_rank()
-        unwrapped_chunks = [unwrapped(chunk) for chunk in model]
         check_layers(pipeline.stage_map, rank, unwrapped_chunks)
         for feature in features():
             feature.check_chunks(pipeline, rank, unwrapped_chunks)
