@@ -16,7 +16,6 @@ the turn does not count, unless that leaves fewer than three rounds.
 | torch-zbv | torch.distributed.pipelining's ScheduleZBVZeroBubble over Megatron's layers |
 | v-zb, v-half, auto, ... | `--pipeline-schedule`, profiled during warm-up |
 | v-zb-profiled | v-zb with every step profiled, to measure the cost of profiling |
-| v-zb-fused, ... | with --gradient-accumulation-fusion, which Megatron only supports with apex |
 | v-zb-tp2, ... | with --tensor-model-parallel-size 2, on twice as many ranks; not torch-zbv |
 
 With --disturb another process uses one processor on and off, for tenths of seconds, while
@@ -62,9 +61,7 @@ BASELINE = "megatron-1f1b"
 INTERLEAVED = "megatron-interleaved"
 TORCH = "torch-zbv"
 PROFILED = "-profiled"
-FUSED = "-fused"
 TENSOR = "-tp2"
-UNFUSED_FLAG = "--no-gradient-accumulation-fusion"
 DEFAULT = (BASELINE, INTERLEAVED, TORCH, "v-zb", "v-half", "auto", "v-zb-profiled")
 GOALS = (
     ("v-zb", BASELINE, 1.15),
@@ -87,7 +84,7 @@ FIXED_FLAGS = (
     "--transformer-impl local --distributed-backend gloo --mock-data "
     "--tokenizer-type NullTokenizer --make-vocab-size-divisible-by 64 "
     "--position-embedding-type rope --no-rope-fusion --attention-dropout 0 --hidden-dropout 0 "
-    f"{UNFUSED_FLAG} --no-masked-softmax-fusion --no-persist-layer-norm "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm "
     "--untie-embeddings-and-output-weights --train-iters 1000000 --lr 1e-3 --min-lr 1e-3 "
     "--lr-decay-style constant --eval-iters 0 --eval-interval 1000000 --log-interval 1000000 "
     "--num-workers 0"
@@ -137,7 +134,7 @@ def variant_flags(name: str) -> list[str]:
     if name == INTERLEAVED:
         return ["--num-virtual-stages-per-pipeline-rank", "2"]
     steps = ALL_STEPS if name.endswith(PROFILED) else PROFILE_STEPS
-    schedule = name.removesuffix(PROFILED).removesuffix(FUSED)
+    schedule = name.removesuffix(PROFILED)
     return ["--pipeline-schedule", schedule, "--pipeline-profile-iterations", steps]
 
 
@@ -228,9 +225,7 @@ def train_by_megatron(name: str, sizes: Sizes, gate: Gate) -> None:
     import megatron.training.training as training
 
     training.train_step = gate.around(training.train_step)
-    omitted = {UNFUSED_FLAG} if name.removesuffix(TENSOR).endswith(FUSED) else set()
-    fixed = [flag for flag in FIXED_FLAGS if flag not in omitted]
-    sys.argv = [str(SCRIPT), *fixed, *sizes.flags(), *variant_flags(name)]
+    sys.argv = [str(SCRIPT), *FIXED_FLAGS, *sizes.flags(), *variant_flags(name)]
     source = compile(SCRIPT.read_text(), str(SCRIPT), "exec")
     exec(source, {"__name__": "__main__", "__file__": str(SCRIPT)})
 

@@ -91,7 +91,7 @@ def _split_state() -> Any:
     """Make Megatron's linear layers defer their weight gradients to a state."""
     from megatron.core.tensor_parallel import layers
 
-    from megatron_vshape.mcore.split.linear_layers import TorchFusedKernels, make_split_linear
+    from megatron_vshape.mcore.split.linear_layers import make_split_linear
     from megatron_vshape.mcore.step_state import StepState
 
     state = StepState(splits_backward=True)
@@ -99,9 +99,6 @@ def _split_state() -> Any:
     upstream = getattr(layers, "_upstream", None) or getattr(layers, name)
     layers._upstream = upstream
     setattr(layers, name, make_split_linear(state, layers, upstream))
-    layers._grad_accum_fusion_available = True
-    if not hasattr(layers, "fused_weight_gradient_mlp_cuda"):
-        layers.fused_weight_gradient_mlp_cuda = TorchFusedKernels
     return state
 
 
@@ -123,6 +120,7 @@ def build(model: Model, state: Any, num_layers: int) -> nn.Module:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs
+    from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import TransformerConfig
 
     from megatron_vshape.mcore.split import te_layers
@@ -135,7 +133,7 @@ def build(model: Model, state: Any, num_layers: int) -> nn.Module:
         params_dtype=model.torch_dtype,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        gradient_accumulation_fusion=True,
+        gradient_accumulation_fusion=layers._grad_accum_fusion_available,
         masked_softmax_fusion=False,
         transformer_impl="transformer_engine" if model.use_te else "local",
     )

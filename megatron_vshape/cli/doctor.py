@@ -121,7 +121,7 @@ def versions() -> Iterator[tuple[str, str]]:
     yield "transformer-engine", engine
     apex = _version("apex")
     if apex == MISSING:
-        apex += ": schedules of this package use torch for --gradient-accumulation-fusion"
+        apex += ": --gradient-accumulation-fusion is turned off"
     yield "apex", apex
 
 

@@ -4,7 +4,7 @@ A function marked with `replaces` gets the session, the original function and th
 call. Until a schedule is requested, only the original runs. A function marked with
 `replaces_always` runs even then, because it detects the request or runs before it. Both decorators
 make factories (session, original) -> replacement, the form that `Hook.replacement` requires; for a
-class or a value, the factory is written out.
+class, the factory is written out.
 """
 
 from __future__ import annotations
@@ -136,7 +136,6 @@ class Hook(Target):
     # Releases that must have it. In other releases it may be absent, and is replaced if present.
     since: Release = (0, 0)
     until: Release = (999, 0)
-    optional: bool = False  # depends on another package
     everywhere: bool = False  # replaced also in modules that have imported it by name
     only_with_pipeline: bool = False  # replaced only while a schedule of this package is chosen
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron.core.tensor_parallel import layers
 
-from megatron_vshape.mcore.split.linear_layers import TorchFusedKernels, make_split_linear
+from megatron_vshape.mcore.split.linear_layers import make_split_linear
 from megatron_vshape.mcore.step_state import StepState
 
 NAME = "LinearWithGradAccumulationAndAsyncCommunication"
@@ -15,6 +15,4 @@ def split_state() -> Any:
     """Return the state to which Megatron's linear layers defer their weight gradients."""
     state, changed = StepState(splits_backward=True), vars(layers)
     changed[NAME] = make_split_linear(state, layers, UPSTREAM)
-    changed["_grad_accum_fusion_available"] = True
-    changed.setdefault("fused_weight_gradient_mlp_cuda", TorchFusedKernels)
     return state

@@ -421,10 +421,13 @@ def full_backward_in_a_pass(rank: int) -> dict[tuple[bool, bool], tuple[bool, bo
     cpu.install()
     from megatron.core.tensor_parallel import layers
 
-    from megatron_vshape.mcore.split.linear_layers import TorchFusedKernels, make_split_linear
+    from megatron_vshape.mcore.split.linear_layers import make_split_linear
     from megatron_vshape.mcore.step_state import StepState
 
-    layers.fused_weight_gradient_mlp_cuda = TorchFusedKernels
+    def accumulate(input: torch.Tensor, grad_output: torch.Tensor, total: torch.Tensor) -> None:
+        total.add_(grad_output.t().matmul(input))
+
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
     upstream = layers.LinearWithGradAccumulationAndAsyncCommunication
     results = {}
     for runs, fused in WHOLE:

@@ -149,10 +149,11 @@ def test_growing_batch_size(train: Train) -> None:
 
 
 @pytest.mark.slow
-def test_fused_accumulation_without_apex(train: Train) -> None:
+def test_fused_accumulation_without_apex_is_turned_off(train: Train) -> None:
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *TWO)
     without = ("--no-gradient-accumulation-fusion",)
     package_run = train(4, "--pipeline-schedule", "v-half", *TWO, without=without)
+    assert "gradient_accumulation_fusion: turned off" in package_run.output[0]
     assert_equal_training(package_run, megatron_run)
 
 

@@ -1,9 +1,8 @@
 """All attributes of Megatron that this package replaces, with reasons, and their removal.
 
 Each module of hooks ends with its table `HOOKS`, whose entries share one `Session`. A replacement
-of a function is marked with `replaces` or `replaces_always` (`mcore.hook`). For a constructor, a
-class or a value (`model_init`, `linear_function`, `fused_kernels`, `fusion_available`), the table
-has a factory (session, original) -> replacement.
+of a function is marked with `replaces` or `replaces_always` (`mcore.hook`). For a constructor or a
+class (`model_init`, `linear_function`), the table has a factory (session, original) -> replacement.
 """
 
 from __future__ import annotations
@@ -252,12 +251,9 @@ def uninstall() -> None:
         return
     undone = _session.pipeline_hooks.undo() + _session.replaced.undo()
     _session = None
-    replacements = {id(value): (value, original) for value, original in undone}
     # Only functions have an identity to search for: a value such as True is shared by everything.
-    replaced_functions = {
-        key: pair for key, pair in replacements.items() if inspect.isfunction(pair[1])
-    }
-    _swap(replaced_functions, Replaced())
+    pairs = {id(value): (value, original) for value, original in undone}
+    _swap({key: pair for key, pair in pairs.items() if inspect.isfunction(pair[1])}, Replaced())
 
 
 _WITHOUT_MEGATRON = frozenset({"megatron_vshape", "torch", "numpy", "sympy"})
@@ -293,12 +289,10 @@ def examine() -> list[Finding]:
 
 def _install(hook: Hook, session: Session, replacements_by_id: dict[int, Any]) -> None:
     owner, original = hook.owner(), hook.original()
-    # A function is replaced only if it exists. A value without parameters can also be added: for
-    # example, Megatron lacks the fused kernels if apex is missing.
-    if owner is None or (original is ABSENT and hook.expects):
+    if owner is None or original is ABSENT:
         return
-    # One object under two names must get one replacement. Plain values can be equal by chance.
-    if not hook.expects or id(original) not in replacements_by_id:
+    # One object under two names must get one replacement.
+    if id(original) not in replacements_by_id:
         replacements_by_id[id(original)] = hook.replacement(session, original)
     if hook.only_with_pipeline:
         session.pipeline_hooks.values.append((owner, hook.name, replacements_by_id[id(original)]))
@@ -318,7 +312,7 @@ def _absence(record: Target) -> str | None:
     does = "calls"
     if isinstance(record, Hook):
         does = "hooks"
-        if record.optional or not record.since <= _release() <= record.until:
+        if not record.since <= _release() <= record.until:
             return None
     # Libraries may install megatron.core without the trainer.
     if record.module.startswith(_TRAINER) and _why_no_trainer() is not None:

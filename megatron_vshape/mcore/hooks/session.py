@@ -41,7 +41,6 @@ from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.split import graphs
 from megatron_vshape.mcore.split.graphs import capture_order, covered, passes_of
 from megatron_vshape.mcore.split.linear_layers import (
-    TorchFusedKernels,
     defer_weight_gradients,
     make_split_linear,
 )
@@ -432,17 +431,6 @@ def linear_function(session: Session, original: type) -> type:
     return make_split_linear(session.step, layers, original)
 
 
-def fused_kernels(session: Session, original: Any) -> Any:
-    """Return apex's kernels if installed, else torch's."""
-    # Megatron's own flag: this runs at installation, when nothing has been replaced yet.
-    return original if layers._grad_accum_fusion_available else TorchFusedKernels
-
-
-def fusion_available(session: Session, original: bool) -> bool:
-    """Return True: apex's kernels are installed, or `fused_kernels` replaces them by torch's."""
-    return True
-
-
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _GRAPHS = "megatron.core.transformer.cuda_graphs"
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -500,23 +488,6 @@ HOOKS = (
         ),
         "lets W run later than B",
         linear_function,
-        only_with_pipeline=True,
-    ),
-    Hook(
-        _LAYERS,
-        "fused_weight_gradient_mlp_cuda",
-        (),
-        "gradient accumulation fusion by torch where apex is missing",
-        fused_kernels,
-        optional=True,
-        only_with_pipeline=True,
-    ),
-    Hook(
-        _LAYERS,
-        "_grad_accum_fusion_available",
-        (),
-        "gradient accumulation fusion by torch where apex is missing",
-        fusion_available,
         only_with_pipeline=True,
     ),
 )

@@ -200,7 +200,7 @@ TOPICS = (
         "W accumulates into the gradient buffers in their precision",
         """
         fp16 bf16 fp32_residual_connection accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16
-        gradient_accumulation_fusion disable_bf16_reduced_precision_matmul loss_scale
+        disable_bf16_reduced_precision_matmul loss_scale
         initial_loss_scale min_loss_scale loss_scale_window hysteresis
         """,
     ),

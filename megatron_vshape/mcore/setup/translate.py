@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -252,6 +253,15 @@ def _has_no_layer_plans(options: Any) -> bool:
     return bool(captures_graphs(options) or fp4 or offloads)
 
 
+def _lacks_apex(options: Any) -> bool:
+    """Return whether apex is missing; Megatron's local layers then reject fused accumulation."""
+    try:
+        import_module("fused_weight_gradient_mlp_cuda")
+    except ImportError:
+        return True
+    return False
+
+
 _OWN_CHUNKS = "ignored, the schedule defines the chunks per rank"
 _OWN_ORDER = "ignored, it affects Megatron's schedules only"
 _COUNTED = "translated to the layers of every stage"
@@ -288,6 +298,12 @@ TRANSLATIONS = (
         ("overlap_dispatch_backward_with_experts_wgrad",),
         "turned off, W computes the experts' weight gradients already",
         False,
+    ),
+    Translation(
+        ("gradient_accumulation_fusion",),
+        "turned off if apex is not installed, whose kernels it requires",
+        False,
+        only_if=_lacks_apex,
     ),
     Translation(
         ("tp_comm_bulk_wgrad",),

@@ -34,7 +34,6 @@ from megatron_vshape.runtime.weight_jobs import (
     GatheringJob,
     WeightGradKernel,
     accumulate_weight_grad,
-    add_product,
     fused_kernel,
     is_open,
     name_weights,
@@ -191,18 +190,6 @@ def _weight_gradient(parameter: Tensor, fused: bool, input: Tensor, grad_output:
         total = getattr(parameter, "main_grad", parameter)
         kernel = fused_kernel(input.device.type, total.dtype, input.dtype)
     accumulate_weight_grad(parameter, grad_output, input, kernel)
-
-
-class TorchFusedKernels:
-    """Replacement of apex's fused_weight_gradient_mlp_cuda that uses torch's GEMM."""
-
-    @staticmethod
-    def wgrad_gemm_accum_fp32(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-        """Add grad_output^T @ input to `main_grad`."""
-        kernel = fused_kernel(input.device.type, main_grad.dtype, input.dtype)
-        add_product(main_grad, grad_output, input, kernel)
-
-    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
 
 _MAX_SHOWN = 3
