@@ -307,8 +307,8 @@ def _memory() -> dict[str, int]:
 def _passes(sizes: Sizes, is_full: bool) -> list[Any]:
     """Return the passes of rank 0 under v-half."""
     from megatron_vshape.core.model.placement import stages_of
-    from megatron_vshape.mcore.setup.choice import ScheduleChoice
     from megatron_vshape.mcore.setup.plans import Planner
+    from megatron_vshape.mcore.setup.run_config import ScheduleChoice
     from megatron_vshape.mcore.split.graphs import passes_of
 
     choice = ScheduleChoice(sizes.ranks, "v-half")

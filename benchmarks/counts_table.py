@@ -12,8 +12,8 @@ import hashlib
 import time
 from statistics import median
 
-from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.run_config import ScheduleChoice
 
 NAMES = ("1f1b", "zb-h1", "1f1b-v", "v-min", "v-half", "v-zb")
 TRANSPORTS = ("gloo", "NCCL", "NCCL, variable lengths")

@@ -30,13 +30,12 @@ from megatron_vshape.mcore.refusals import (
     check_derived,
 )
 from megatron_vshape.mcore.setup.choice import (
-    ScheduleChoice,
     check_batch_size,
     check_stages,
     resolve_schedule,
     translate_and_check,
 )
-from megatron_vshape.mcore.setup.features import Settings
+from megatron_vshape.mcore.setup.run_config import ScheduleChoice, Settings
 from megatron_vshape.mcore.setup.translate import (
     TRANSLATIONS,
     Notice,

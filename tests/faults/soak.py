@@ -68,7 +68,7 @@ def costs(num_stages: int, seed: int) -> Costs:
 
 def _plan_anew(runner: Any, seed: int) -> str:
     """Adopt other costs between two steps, as the profiler does, and return the order's digest."""
-    planner = runner.pipeline.planner
+    planner = runner.planner
     planner.adopt(costs(len(planner.choice.placement), seed))
     runner.report.remeasure()
     return str(abs(hash(planner.plan_step(8).schedule.order)) % 10**8)

@@ -21,8 +21,8 @@ from mcore.farm import MODEL, SCRIPT, Ended, Farm
 from megatron_vshape.core.model.kinds import PARTS, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import Run
-from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.run_config import ScheduleChoice
 
 V_HALF = ("--pipeline-schedule", "v-half", "--pipeline-timeout", "60")
 FIVE = (*V_HALF, "--train-iters", "5")

@@ -34,8 +34,9 @@ from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.planner import search
 from megatron_vshape.core.request import PlanRequest, evaluate_schedule
 from megatron_vshape.mcore.options import Options
-from megatron_vshape.mcore.setup.choice import GIB, ScheduleChoice, resolve_schedule
+from megatron_vshape.mcore.setup.choice import GIB, resolve_schedule
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.run_config import ScheduleChoice
 from megatron_vshape.tuning.configurations import ADAPTIVE, Configuration
 from megatron_vshape.tuning.files import load_sweep
 from megatron_vshape.tuning.grid import expand_grid

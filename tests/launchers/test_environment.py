@@ -322,6 +322,7 @@ def test_allocator_is_unchanged_with_buffers_registered_by_nccl(
     )
     monkeypatch.setattr(Session, "choose", lambda self, *pipeline: None)
     config = options(pipeline_model_parallel_layout=None)
+    library_options: Any = Namespace(schedule="v-half", timeout_seconds=1.0)
     for comes_first in (True, False):
         environ: dict[str, str] = {}
         monkeypatch.setattr(os, "environ", environ)
@@ -331,7 +332,7 @@ def test_allocator_is_unchanged_with_buffers_registered_by_nccl(
         post_init(Namespace(nccl_ub=False))
         if comes_first:
             post_init(Namespace(nccl_ub=True))
-        core_hooks._set_stages(session, Namespace(), config)
+        core_hooks._set_stages(session, library_options, config)
         post_init(Namespace(nccl_ub=True))
         post_init(Namespace(nccl_ub=True))
         assert environ == {LOADING: "EAGER"}

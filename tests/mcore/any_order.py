@@ -63,7 +63,7 @@ def start(rank: int, given: object) -> None:
     def program(self: Any, context: Any, fills_waits: bool) -> Any:
         nonlocal steps
         if not context.forward_only:
-            planner: Planner = self.pipeline.planner
+            planner: Planner = self.planner
             like = planner.plan_step(context.num_microbatches).schedule
             plan = planner._build_step(drawn(like, steps))
             planner.use(plan)

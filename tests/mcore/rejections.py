@@ -13,6 +13,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.options import add_arguments
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup import configure
+from megatron_vshape.mcore.setup.plans import Planner
 
 
 @cache
@@ -29,7 +30,8 @@ def rejection(*flags: str, ranks: int = 4) -> str:
     args = _parser().parse_args([*MODEL, *size, *flags])
     args.data_parallel_size = 1
     try:
-        configure.make_schedule_of_run(configure.pipeline_from_args(args), args)
+        pipeline = configure.pipeline_from_args(args)
+        configure.make_schedule_of_run(pipeline, pipeline and Planner(pipeline.choice), args)
     except (ScheduleError, UnreadableError, UnsupportedError) as error:
         return str(error)
     raise AssertionError(f"nothing is rejected: {flags}")

@@ -13,8 +13,8 @@ from mcore.farm import Farm
 
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.mcore.setup import plans
-from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.run_config import ScheduleChoice
 
 PLUGIN = Path(__file__).parent / "changing_counts.py"
 

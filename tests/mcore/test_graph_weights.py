@@ -27,9 +27,9 @@ from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import UnsupportedError, check_split_graphs
-from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.configure import _splits_graphs
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.run_config import ScheduleChoice
 from megatron_vshape.mcore.split.graphs import (
     Capture,
     ChunkPass,

@@ -22,8 +22,8 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.mcore.refusals import UnsupportedError, check_config
-from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.run_config import ScheduleChoice
 from megatron_vshape.mcore.split.graphs import (
     capture_late,
     capture_order,

@@ -7,6 +7,7 @@ import types
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import megatron_vshape
 from megatron_vshape.mcore.hook import ABSENT
 from megatron_vshape.mcore.hooks import registry, training
 from megatron_vshape.mcore.hooks.session import Session
+from megatron_vshape.mcore.setup.run_config import ScheduleChoice
 
 
 def targets() -> Iterator[tuple[Any, str]]:
@@ -68,7 +70,7 @@ def test_schedule_hooks_are_installed_and_removed_with_the_schedule(session: Ses
         current_attributes(),
         [hook for hook in registry.HOOKS if hook.only_with_pipeline],
     )
-    for pipeline in (None, object()):
+    for pipeline in (None, SimpleNamespace(choice=ScheduleChoice(2, "v-half"))):
         session.choose(pipeline, "1f1b" if pipeline is None else None)  # type: ignore[arg-type]
         assert (current_attributes() == originals) == (pipeline is None)
         assert all(hook.original() is not ABSENT for hook in chosen)

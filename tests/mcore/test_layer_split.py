@@ -20,8 +20,8 @@ from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.mcore.features.vocabulary import SharedEnds
 from megatron_vshape.mcore.layout.stage_map import StageMap, better_split, split_layers
 from megatron_vshape.mcore.options import Options, UnsupportedError
-from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.configure import _limit_bytes
+from megatron_vshape.mcore.setup.run_config import ScheduleChoice
 
 Train = Callable[..., Ended]
 

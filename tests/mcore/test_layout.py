@@ -16,8 +16,9 @@ from megatron_vshape.core.model.placement import Placement, linear, looping, v_s
 from megatron_vshape.mcore.hooks.core_hooks import embedding_ranks
 from megatron_vshape.mcore.layout import stage_map
 from megatron_vshape.mcore.layout.stage_map import StageMap, megatrons_text
-from megatron_vshape.mcore.setup.choice import ScheduleChoice, known_to_lose
+from megatron_vshape.mcore.setup.choice import known_to_lose
 from megatron_vshape.mcore.setup.configure import StageLayout
+from megatron_vshape.mcore.setup.run_config import ScheduleChoice
 
 
 def split_layers(num_layers: int, placement: Placement) -> StageMap:

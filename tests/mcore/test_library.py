@@ -30,6 +30,7 @@ from megatron_vshape.mcore.options import Options, options_from
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError, refusing
 from megatron_vshape.mcore.setup.choice import resolve_schedule
 from megatron_vshape.mcore.setup.configure import pipeline_from_config
+from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.step.microbatches import iterators_by_chunk, share_iterators
 
 RANKS = 2
@@ -384,7 +385,7 @@ def test_recomputed_inputs_are_logged_as_with_flags() -> None:
     pipeline = pipeline_from_config(config, options_from({"schedule": "v-half"}))
     assert pipeline.recomputed_inputs == ("layernorm",)
     line = "activations that B recomputes for layernorm (--recompute-modules) are stored until W"
-    assert line in opening_lines(pipeline, 8)
+    assert line in opening_lines(pipeline, Planner(pipeline.choice), 8)
 
 
 def test_memory_limit_includes_static_memory(farm: Farm, tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from megatron_vshape.core.model.schedule import Objective, load_schedule
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner import search
 from megatron_vshape.core.request import AUTO, PLUS_NAMES, PlanRequest
-from megatron_vshape.mcore.setup.choice import GIB, ScheduleChoice
+from megatron_vshape.mcore.setup.choice import GIB
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.run_config import ScheduleChoice
 from megatron_vshape.tuning.configurations import NONE, Configuration, Layout, SweepError
 from megatron_vshape.tuning.predictor import plan_adaptive
 

@@ -15,9 +15,9 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup import one_planner, plans
-from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.run_config import ScheduleChoice
 
 NOTHING = "rank 0, which plans for all ranks, has sent no plan within 0.1 s: see its log"
 

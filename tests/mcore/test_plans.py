@@ -19,9 +19,10 @@ from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.request import PlanRequest, find_schedule
 from megatron_vshape.mcore.observe.report import opening_lines
 from megatron_vshape.mcore.options import Options, options_from
-from megatron_vshape.mcore.setup.choice import GIB, ScheduleChoice, resolve_schedule
+from megatron_vshape.mcore.setup.choice import GIB, resolve_schedule
 from megatron_vshape.mcore.setup.configure import pipeline_from_config
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.run_config import ScheduleChoice
 
 
 def test_plans_are_cached_per_number_of_microbatches() -> None:
@@ -149,7 +150,8 @@ def test_first_log_lines_report_the_peak_of_every_rank(tmp_path: Path) -> None:
     config = DeferredConfig(num_layers=8, hidden_size=32, num_attention_heads=4)
     config.pipeline_model_parallel_size = 4
     options = options_from({"schedule": "v-half", "costs_file": str(file)})
-    log = opening_lines(pipeline_from_config(config, options), 8)
+    pipeline = pipeline_from_config(config, options)
+    log = opening_lines(pipeline, Planner(pipeline.choice), 8)
     peaks = [peak / GIB for peak in peak_held(make("v-half", 4, 8), costs)]
     peaks_text = " ".join(
         f"{peak:g}" for peak in reversed(peaks)

@@ -29,6 +29,7 @@ from megatron_vshape.mcore.options import add_arguments, options_from
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.configure import pipeline_from_config
+from megatron_vshape.mcore.setup.plans import Planner
 
 PARSED = add_arguments(add_megatron_arguments(ArgumentParser())).parse_args([])
 DEFAULT_SEARCH = {
@@ -140,7 +141,7 @@ def training_error(options: dict[str, Any]) -> str | None:
     try:
         pipeline = configure.pipeline_from_args(args)
         args.data_parallel_size, args.micro_batch_size, args.global_batch_size = 1, 1, 8
-        configure.make_schedule_of_run(pipeline, args)
+        configure.make_schedule_of_run(pipeline, pipeline and Planner(pipeline.choice), args)
     except (ScheduleError, UnsupportedError) as error:
         return str(error)
     assert pipeline is not None

@@ -21,8 +21,8 @@ from megatron_vshape.mcore.observe.report import (
     static_memory,
 )
 from megatron_vshape.mcore.options import Options
-from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.plans import Agreement, Planner
+from megatron_vshape.mcore.setup.run_config import ScheduleChoice
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.activation_tracker import ActivationTracker
 
@@ -152,7 +152,7 @@ def test_quantized_activations_count_their_storage() -> None:
 
 
 def test_workspace_of_passes_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = RunReport(StepState(), "auto", [], None)
+    report = RunReport(StepState(), "auto", [], lambda _: None)  # type: ignore[arg-type,return-value]
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5000)
     with report.training_step([], 4, 1):
@@ -160,12 +160,12 @@ def test_workspace_of_passes_is_reserved(monkeypatch: pytest.MonkeyPatch) -> Non
     assert report.within_passes_bytes == 4000
     planner = Planner(ScheduleChoice(2, "auto", limit_bytes=1e6))
     planner.reserve((10, 20))
-    pipeline: Any = SimpleNamespace(planner=planner, options=Options("auto", 1.0))
+    pipeline: Any = SimpleNamespace(options=Options("auto", 1.0))
     module = "megatron_vshape.mcore.observe.profiling"
     monkeypatch.setattr(
         f"{module}.max_of_replicas",
         lambda local_bytes, group, size: [local_bytes, 2 * local_bytes],
     )
     monkeypatch.setattr(f"{module}.dist.get_rank", lambda: 0)
-    Profiler(pipeline, report)._reserve_within_passes(None)  # type: ignore[arg-type]
+    Profiler(pipeline, planner, report)._reserve_within_passes(None)  # type: ignore[arg-type]
     assert planner.static_bytes == (4010, 8020)

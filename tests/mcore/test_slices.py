@@ -29,8 +29,8 @@ from megatron_vshape.mcore.features.slices.step import Slices
 from megatron_vshape.mcore.options import Options, options_in
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup.choice import narrowed, resolve_schedule
-from megatron_vshape.mcore.setup.features import Settings
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.run_config import Settings
 from megatron_vshape.mcore.step_state import TokenRange
 
 MOST = 1e-12

@@ -16,8 +16,8 @@ from mcore.test_training import UNTIED, losses
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import load_schedule
 from megatron_vshape.mcore.observe.profiling import NAMED, PLAN, RUNS, TURN, TURNS, Profiler, Trial
-from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.run_config import ScheduleChoice
 
 Train = Callable[..., Ended]
 GIB = 2**30
@@ -103,11 +103,10 @@ def test_pass_order_is_final_after_the_trial(
     pipeline = SimpleNamespace(
         options=SimpleNamespace(profile_steps=(2, 2), checked_steps=(4, 4), trace_folder=None),
         choice=SimpleNamespace(plans_by_costs=True),
-        planner=planner,
         has_trial=True,
     )
     report = SimpleNamespace(last_step_s=None, remeasure=lambda: None)
-    profiler = Profiler(pipeline, report)  # type: ignore[arg-type]
+    profiler = Profiler(pipeline, planner, report)  # type: ignore[arg-type]
     profiler._costs = Costs.uniform(2, 4)
     orders = []
     for step in range(1, 8 + len(RUNS)):

@@ -23,11 +23,10 @@ from megatron_vshape.mcore.refusals import (
     check_config,
     check_derived,
 )
-from megatron_vshape.mcore.setup.choice import ScheduleChoice
 from megatron_vshape.mcore.setup.configure import pipeline_from_args, recomputed_inputs
-from megatron_vshape.mcore.setup.features import Settings
 from megatron_vshape.mcore.setup.megatron_schedules import megatrons_own
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.run_config import ScheduleChoice, Settings
 from megatron_vshape.mcore.split import linear_layers
 
 V = v_shape(2)

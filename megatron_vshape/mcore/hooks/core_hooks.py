@@ -26,9 +26,11 @@ from megatron_vshape.mcore.layout.stage_map import check_tied_embeddings
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.setup import configure
-from megatron_vshape.mcore.setup.choice import ScheduleChoice, resolve_schedule
-from megatron_vshape.mcore.setup.configure import Pipeline, StageLayout
+from megatron_vshape.mcore.setup.choice import resolve_schedule
+from megatron_vshape.mcore.setup.configure import StageLayout
 from megatron_vshape.mcore.setup.features import BuiltChunk, features
+from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
+from megatron_vshape.mcore.setup.run_config import RunConfig, ScheduleChoice
 from megatron_vshape.mcore.setup.translate import log_translated, translate
 
 logger = logging.getLogger(__name__)
@@ -71,7 +73,8 @@ def _set_stages(session: Session, options: Options, config: Any) -> None:
     pipeline = session.pipeline
     if pipeline is None:
         pipeline = configure.pipeline_from_config(config, options)
-        session.choose(pipeline, None)
+        rank_zero = RankZeroPlanner(str(options.schedule), options.timeout_seconds)
+        session.choose(pipeline, None, rank_zero)
         session.environment.set_variables(config, pipeline)
         return
     sizes = config.pipeline_model_parallel_size, config.num_layers
@@ -164,7 +167,7 @@ def model_init(session: Session, original: Function) -> Function:
     return init
 
 
-def _build_features(session: Session, pipeline: Pipeline, model: Any, chunk: int) -> None:
+def _build_features(session: Session, pipeline: RunConfig, model: Any, chunk: int) -> None:
     """Let features change a chunk, before the library wraps it."""
     if chunk == 0:
         session.build.first_chunk = ref(model)

@@ -29,7 +29,7 @@ from megatron_vshape.mcore.hook import Function, Replaced, Session, replaces
 from megatron_vshape.mcore.layout.built_layers import has_experts
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
-from megatron_vshape.mcore.setup.configure import Pipeline
+from megatron_vshape.mcore.setup.run_config import RunConfig
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 
 GATHER_PARAMETERS = ("local_layers_router_map", "tf_config")
@@ -133,7 +133,7 @@ _ROWS = "embedding.word_embeddings.weight"
 _CONVERTER = "mcore_adapter.models.converter.dist_converter"
 
 
-def patch_roll_converter(session: Session, pipeline: Pipeline) -> None:
+def patch_roll_converter(session: Session, pipeline: RunConfig) -> None:
     """Make ROLL's mcore_adapter load the weights of the stages of this rank.
 
     The converter numbers stages by chunk, then rank, and treats a tied output layer as a separate

@@ -23,7 +23,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_vshape.mcore.hook import Function, Hook, Replaced, replaces, replaces_always
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
-from megatron_vshape.mcore.setup.configure import Pipeline
 from megatron_vshape.mcore.setup.rank_layers import (
     LAYER_OPTIONS,
     RECORD,
@@ -33,6 +32,7 @@ from megatron_vshape.mcore.setup.rank_layers import (
     layers_of_stages,
     saved_layers,
 )
+from megatron_vshape.mcore.setup.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ _FORM = "param_state_sharding_type"
 """Entry of an optimizer's state with the name of its form."""
 
 
-def layers_of_pipeline(pipeline: Pipeline) -> Layers:
+def layers_of_pipeline(pipeline: RunConfig) -> Layers:
     """Return the layers of all ranks under a schedule of this package."""
     return layers_of_stages(pipeline.stage_map, pipeline.choice.shards_output_layer)
 

@@ -7,7 +7,7 @@ import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -33,11 +33,12 @@ from megatron_vshape.mcore.refusals import (
     refusing,
     refusing_together,
 )
-from megatron_vshape.mcore.setup.configure import Pipeline, with_backend_of_run
+from megatron_vshape.mcore.setup.configure import with_backend_of_run
 from megatron_vshape.mcore.setup.environment import Environment
 from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.run_config import RunConfig
 from megatron_vshape.mcore.split import graphs
 from megatron_vshape.mcore.split.graphs import capture_order, covered, passes_of
 from megatron_vshape.mcore.split.linear_layers import (
@@ -94,7 +95,8 @@ class Session:
     """
 
     # The schedule: of this package, or Megatron's own if the user has named one.
-    pipeline: Pipeline | None = None
+    pipeline: RunConfig | None = None
+    planner: Planner | None = None  # of the pipeline
     megatrons_own: str | None = None
     registered: Options | None = None  # the options of `register`
     chosen_by_flags: bool = False  # Megatron's parser has run; its flags override `registered`
@@ -118,9 +120,19 @@ class Session:
     replaced: Replaced = field(default_factory=Replaced)
     pipeline_hooks: Switched = field(default_factory=Switched)
 
-    def choose(self, pipeline: Pipeline | None, megatrons_own: str | None) -> None:
-        """Set the schedule of the run, install the hooks that need one, and reset the runner."""
+    def choose(
+        self,
+        pipeline: RunConfig | None,
+        megatrons_own: str | None,
+        rank_zero: RankZeroPlanner | None = None,
+    ) -> None:
+        """Set the schedule of the run, install the hooks that need one, and reset the runner.
+
+        `rank_zero` plans for all ranks.
+        """
         self.pipeline, self.megatrons_own, self.runner = pipeline, megatrons_own, None
+        self.rank_zero = rank_zero
+        self._reset_planner()
         self.build.is_extensible = False
         self.step.splits_backward = pipeline is not None
         # These hooks replace classes and flags, which cannot pass a call to the original.
@@ -148,14 +160,30 @@ class Session:
             self.runner.free_state(quietly=restarts)
         self.runner = self.iteration_log = self.optimizer = None
         self.build = BuildState()
-        if self.pipeline is not None:
-            planner = Planner(self.pipeline.choice, self.pipeline.planner.rank_zero)
-            self.pipeline = replace(self.pipeline, planner=planner)
+        self._reset_planner()
 
-    def pipeline_runner(self, pipeline: Pipeline) -> PipelineRunner:
+    def _reset_planner(self) -> None:
+        """Drop all plans and measured costs."""
+        pipeline = self.pipeline
+        self.planner = None if pipeline is None else Planner(pipeline.choice, self.rank_zero)
+
+    def use_backend_of_run(self) -> None:
+        """Plan for the P2P backend of the run, now that process groups exist."""
+        if self.pipeline is not None:
+            pipeline = with_backend_of_run(self.pipeline)
+            if pipeline is not self.pipeline:
+                self.pipeline = pipeline
+                self._reset_planner()
+
+    def planner_of_run(self) -> Planner:
+        """Return the planner of this package's schedule."""
+        assert self.planner is not None, "Megatron runs a schedule of its own"
+        return self.planner
+
+    def pipeline_runner(self, pipeline: RunConfig) -> PipelineRunner:
         """Return the runner of this package's schedule; creates it at the first call."""
         if self.runner is None:
-            self.runner = PipelineRunner(self.step, pipeline, self.logs)
+            self.runner = PipelineRunner(self.step, pipeline, self.planner_of_run(), self.logs)
         return self.runner
 
     def prepare_model(self, call: Mapping[str, Any]) -> None:
@@ -183,7 +211,7 @@ class Session:
             self.prepared.add(model[0])
 
     def _change_layers(
-        self, pipeline: Pipeline, model: Sequence[nn.Module], data_iterator: Any
+        self, pipeline: RunConfig, model: Sequence[nn.Module], data_iterator: Any
     ) -> None:
         """Check the chunks of this rank, and let them defer their weight gradients."""
         # Without the agreement, the other ranks would wait for the failed rank in their first
@@ -198,7 +226,7 @@ class Session:
                 feature.change_layers(self.step, chunks, pipeline.choice)
             defer_weight_gradients(self.step, chunks, pipeline.splits_graphs)
 
-    def _check_model(self, pipeline: Pipeline, model: Sequence[nn.Module]) -> None:
+    def _check_model(self, pipeline: RunConfig, model: Sequence[nn.Module]) -> None:
         """Raise UnsupportedError unless `model` has the chunks of this rank as they were built."""
         unwrapped_chunks = [unwrapped(chunk) for chunk in model]
         check_stacks(pipeline.choice.name, unwrapped_chunks)
@@ -225,7 +253,7 @@ class Session:
 
     def connect(
         self,
-        pipeline: Pipeline,
+        pipeline: RunConfig,
         model: Sequence[nn.Module],
         tokens: int,
         num_microbatches: int,
@@ -248,14 +276,16 @@ class Session:
             if limit is not None:
                 needed_bytes = message_bytes(get_model_config(model[0]), tokens)
                 everyones = self._reserve_memory(pipeline, model, needed_bytes, num_microbatches)
-                lines.append(report.memory_table(everyones, pipeline.planner.reserved_bytes, limit))
-            lines.append(report.opening_lines(pipeline, num_microbatches, runner.local_ranks))
+                lines.append(report.memory_table(everyones, runner.planner.reserved_bytes, limit))
+            lines.append(report.opening_lines(
+                    pipeline, runner.planner, num_microbatches, runner.local_ranks
+                ))
             runner.has_first_plan = True
         return "\n".join(line for line in lines if line is not None)
 
     def _reserve_memory(
         self,
-        pipeline: Pipeline,
+        pipeline: RunConfig,
         model: Sequence[nn.Module],
         message_bytes: int,
         num_microbatches: int,
@@ -266,7 +296,8 @@ class Session:
                 "a memory limit requires an optimizer from megatron.core.optimizer, whose "
                 "state it includes. Create the optimizer there, or remove the limit"
             )
-        overlaps = self.pipeline_runner(pipeline).overlaps_steps
+        runner = self.pipeline_runner(pipeline)
+        overlaps = runner.overlaps_steps
         local_memory = report.static_memory(model, self.optimizer, overlaps)
         group = parallel_state.get_pipeline_model_parallel_group()
         # All data-parallel replicas need one plan, so the replica with the most static memory
@@ -274,9 +305,9 @@ class Session:
         everyones = report.max_of_replicas(
             local_memory, group, lambda rank_memory: rank_memory.total
         )
-        pipeline.planner.reserve([rank_memory.total for rank_memory in everyones], message_bytes)
+        runner.planner.reserve([rank_memory.total for rank_memory in everyones], message_bytes)
         # Determines the maximum number of P2P buffers, which are outside the memory of passes.
-        pipeline.planner.plan_step(num_microbatches)
+        runner.planner.plan_step(num_microbatches)
         return everyones
 
     @property
@@ -307,7 +338,8 @@ def get_forward_backward_func(
     session.build.is_extensible = False
     # A library registers before it initializes process groups, so the P2P backend was a guess.
     if session.runner is None:
-        session.pipeline = pipeline = with_backend_of_run(pipeline)
+        session.use_backend_of_run()
+        pipeline = session.pipeline or pipeline
     # Megatron gets a function for training and one per evaluation. All of them use one runner
     # (`step/forward_backward.py`), with its transport and its plans.
     runner = session.pipeline_runner(pipeline)
@@ -336,7 +368,7 @@ def convert_schedule_table_to_order(
     rank = parallel_state.get_pipeline_model_parallel_rank()
     # The helper of a vision encoder has one chunk, the first, and captures it separately.
     stages = session.pipeline.stage_map.stages(rank)[:num_chunks]
-    program = session.pipeline.planner.plan_step(len(table) // num_chunks).program
+    program = session.planner_of_run().plan_step(len(table) // num_chunks).program
     # Replays must follow the captured order, so the step rejects any other program from now on.
     session.step.captured = program
     return capture_order(program, rank, stages)
@@ -350,7 +382,7 @@ def create_cudagraphs(session: Session, original: Function, helper: Any) -> None
         original(helper)
         return
     session.pipeline_runner(pipeline).rest()
-    capture = _capture_of_weights(pipeline, helper) if pipeline.splits_graphs else None
+    capture = _capture_of_weights(session, pipeline, helper) if pipeline.splits_graphs else None
     # So that `get_schedule_table` does not reject the call that the capture makes.
     session.is_capturing = True
     try:
@@ -366,11 +398,11 @@ def create_cudagraphs(session: Session, original: Function, helper: Any) -> None
         session.is_capturing = False
 
 
-def _capture_of_weights(pipeline: Pipeline, helper: Any) -> graphs.Capture:
+def _capture_of_weights(session: Session, pipeline: RunConfig, helper: Any) -> graphs.Capture:
     """Return a capture of weight gradients in the order of this rank's W passes."""
     rank = parallel_state.get_pipeline_model_parallel_rank()
     stages = pipeline.stage_map.stages(rank)[: helper.num_model_chunks]
-    program = pipeline.planner.plan_step(get_num_microbatches()).program
+    program = session.planner_of_run().plan_step(get_num_microbatches()).program
     passes = passes_of(program, rank, stages)
     if splits_last(pipeline, helper.model[0]):
         passes = graphs.with_last_split(passes)

@@ -28,9 +28,10 @@ from megatron_vshape.mcore.observe.report import write_allocated
 from megatron_vshape.mcore.options import add_arguments
 from megatron_vshape.mcore.refusals import RefusedError, check_one_module, refusing
 from megatron_vshape.mcore.setup import configure
-from megatron_vshape.mcore.setup.configure import Pipeline
+from megatron_vshape.mcore.setup.configure import StageLayout
 from megatron_vshape.mcore.setup.judgements import warn_of_unjudged
 from megatron_vshape.mcore.setup.megatron_schedules import megatrons_own
+from megatron_vshape.mcore.setup.run_config import RunConfig
 from megatron_vshape.runtime.failures import last_words
 
 logger = logging.getLogger(__name__)
@@ -63,11 +64,11 @@ def validate_args(
     with refusing():
         # Used by searches only. It meets at the rendezvous store, because process groups do not
         # exist yet.
-        session.rank_zero = configure.rank_zero_planner(args)
+        rank_zero = configure.rank_zero_planner(args)
         # Before Megatron's checks, which reject chunks and layer counts that the schedule sets.
-        pipeline = configure.pipeline_from_args(args, session.registered, session.rank_zero)
+        pipeline = configure.pipeline_from_args(args, session.registered, rank_zero)
         # From here on the hooks act. None for both: Megatron runs as without this package.
-        session.choose(pipeline, megatrons_own(args))
+        session.choose(pipeline, megatrons_own(args), rank_zero)
         session.chosen_by_flags = True
     if pipeline is not None:
         # Before the original, which changes arguments.
@@ -78,7 +79,7 @@ def validate_args(
     session.arguments = args
     # After them: the number of microbatches and some sizes are known only now.
     with refusing():
-        configure.make_schedule_of_run(session.pipeline, args)
+        configure.make_schedule_of_run(session.pipeline, session.planner, args)
     return validated
 
 
@@ -96,7 +97,8 @@ def core_transformer_config_from_args(
         _reject_unvalidated_schedule(args)
     with Replaced() as replaced:
         if session.pipeline is not None:
-            replaced.put(args, "pipeline_model_parallel_layout", session.pipeline.layout)
+            layout = StageLayout(session.pipeline.stage_map)
+            replaced.put(args, "pipeline_model_parallel_layout", layout)
         return original(*positional, **options)
 
 
@@ -144,7 +146,7 @@ def _model_provider(session: Session, provider: Function) -> Function:
     )
 
     def provide(
-        pipeline: Pipeline,
+        pipeline: RunConfig,
         pre_process: bool = True,
         post_process: bool = True,
         vp_stage: int | None = None,
@@ -210,7 +212,7 @@ def train(session: Session, original: Function, *args: Any, **options: Any) -> A
         if get_args().do_valid or get_args().do_test:
             _check_evaluation(session, arguments)
         with refusing():
-            configure.check_changing(pipeline, get_args())
+            configure.check_changing(session.planner, get_args())
     if pipeline is not None:
         with refusing():
             tokens = get_args().seq_length * get_args().micro_batch_size

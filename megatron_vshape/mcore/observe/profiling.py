@@ -37,8 +37,9 @@ from megatron_vshape.mcore.observe.report import (
 )
 from megatron_vshape.mcore.refusals import refusing
 from megatron_vshape.mcore.setup.choice import GIB
-from megatron_vshape.mcore.setup.configure import Pipeline
-from megatron_vshape.mcore.setup.plans import PlannedStep, Planner
+from megatron_vshape.mcore.setup.planned_step import PlannedStep
+from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.run_config import RunConfig
 from megatron_vshape.runtime.copies import with_copies
 from megatron_vshape.runtime.measure import (
     Held,
@@ -142,7 +143,8 @@ class Profiler:
     schedule, and the run keeps the faster one.
     """
 
-    pipeline: Pipeline
+    pipeline: RunConfig
+    planner: Planner
     report: RunReport
     _steps: int = 0
     _profiled: tuple[int, int] = field(init=False)
@@ -225,7 +227,7 @@ class Profiler:
 
     def _reserve_within_passes(self, group: dist.ProcessGroup) -> None:
         """Reserve memory for temporary allocations of passes within the memory limit."""
-        planner, local_bytes = self.pipeline.planner, self.report.within_passes_bytes
+        planner, local_bytes = self.planner, self.report.within_passes_bytes
         if planner.choice.limit_bytes is None:
             return
         max_bytes = max_of_replicas(local_bytes, group, float)
@@ -236,7 +238,7 @@ class Profiler:
 
     def _predict(self, program: Program, costs: Costs, rest_us: float) -> PredictedStep:
         """Adopt the costs for later steps, plan again if required, and log the prediction."""
-        planner = self.pipeline.planner
+        planner = self.planner
         current_prediction = prediction_of(program.schedule, costs, rest_us)
         planner.adopt(costs)
         if not planner.choice.plans_by_costs:
@@ -260,7 +262,7 @@ class Profiler:
 
     def _start_trial(self, schedule: Schedule) -> None:
         """Start the trial of the plan against the best named schedule, once per run."""
-        planner = self.pipeline.planner
+        planner = self.planner
         if self._is_tried or not self.pipeline.has_trial:
             return
         self._is_tried = True
@@ -292,7 +294,7 @@ class Profiler:
         folder = self.pipeline.options.trace_folder
         if folder is None or dist.get_rank() != 0:
             return
-        schedule = self.pipeline.planner.plan_step(num_microbatches).schedule
+        schedule = self.planner.plan_step(num_microbatches).schedule
         try:
             (Path(folder) / "schedule.json").write_text(schedule.to_json(), encoding="utf-8")
         except OSError as error:

@@ -20,9 +20,10 @@ from megatron_vshape.core.model.kinds import RELEASE, ScheduleError
 from megatron_vshape.core.request import AUTO
 from megatron_vshape.figures import write_figures
 from megatron_vshape.mcore.setup.choice import GIB
-from megatron_vshape.mcore.setup.configure import Pipeline
 from megatron_vshape.mcore.setup.features import features
-from megatron_vshape.mcore.setup.plans import PlannedStep
+from megatron_vshape.mcore.setup.planned_step import PlannedStep
+from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.run_config import RunConfig
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime import nccl
 from megatron_vshape.runtime.activation_tracker import ActivationTracker
@@ -330,9 +331,14 @@ def _format_sharing() -> str:
     return f"{_local_ranks()} ranks share {processors()} CPU cores"
 
 
-def opening_lines(pipeline: Pipeline, num_microbatches: int, local_ranks: int | None = None) -> str:
+def opening_lines(
+    pipeline: RunConfig,
+    planner: Planner,
+    num_microbatches: int,
+    local_ranks: int | None = None,
+) -> str:
     """Format the schedule: a headline, notes and its picture. `local_ranks` share this host."""
-    plan = pipeline.planner.plan_step(num_microbatches)
+    plan = planner.plan_step(num_microbatches)
     schedule = plan.schedule
     notes = ""
     if shares_processors():
@@ -350,7 +356,7 @@ def opening_lines(pipeline: Pipeline, num_microbatches: int, local_ranks: int | 
     return (
         f"pipeline schedule {schedule.name}, {schedule.size_text}: estimated bubble "
         f"{100 * plan.timeline.bubble:.1f} %, {_format_peak(plan)}; costs: "
-        f"{_format_cost_source(pipeline)}{notes}\n"
+        f"{_format_cost_source(planner)}{notes}\n"
         f"passes (upper case: even chunks; one row per rank):\n{plan.timeline.draw(COLUMNS)}"
     )
 
@@ -366,7 +372,7 @@ def _format_peak(plan: PlannedStep) -> str:
     return f"peak {share}, by rank {'; '.join(ranks)}"
 
 
-def _learned_costs_note(pipeline: Pipeline) -> str:
+def _learned_costs_note(pipeline: RunConfig) -> str:
     """Return a note on costs that an earlier run has written to the trace folder, if usable."""
     options, choice = pipeline.options, pipeline.choice
     path = Path(options.trace_folder or "") / "costs.json"
@@ -382,7 +388,7 @@ def _learned_costs_note(pipeline: Pipeline) -> str:
     return f"\n{path} was {source}: use it with --pipeline-costs {path}"
 
 
-def _recompute_notes(pipeline: Pipeline) -> str:
+def _recompute_notes(pipeline: RunConfig) -> str:
     """Return notes on recomputation in backward passes and its effects, one line each."""
     lines = ""
     if pipeline.choice.keeps_backward_whole:
@@ -399,10 +405,10 @@ def _recompute_notes(pipeline: Pipeline) -> str:
     return lines
 
 
-def _format_cost_source(pipeline: Pipeline) -> str:
-    if pipeline.planner.costs is None and pipeline.choice.estimate is None:
+def _format_cost_source(planner: Planner) -> str:
+    if planner.costs is None and planner.choice.estimate is None:
         return "F = B = W"
-    if pipeline.planner.costs is None:
+    if planner.costs is None:
         return "F = B = W per layer, output layer by its GEMMs"
     return "as given"
 

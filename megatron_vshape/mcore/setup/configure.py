@@ -1,4 +1,6 @@
-"""From Megatron's arguments to the pipeline of a run: configuration and checks.
+"""From Megatron's arguments to the configuration of a run, and its checks.
+
+`decide` changes nothing, and `apply` makes all changes of a decision in Megatron's arguments.
 
 A library on top of Megatron-Core does not use Megatron's argument parser. Its schedule options come
 from `register`, and the model options from a TransformerConfig (`pipeline_from_config`).
@@ -6,12 +8,14 @@ from `register`, and the model options from a TransformerConfig (`pipeline_from_
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import re
 from argparse import Namespace
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,13 +39,12 @@ from megatron_vshape.mcore.refusals import (
 )
 from megatron_vshape.mcore.setup.choice import (
     Check,
-    ScheduleChoice,
     check_batch_size,
     check_stages,
     resolve_schedule,
     translate_and_check,
 )
-from megatron_vshape.mcore.setup.features import Settings, features
+from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.megatron_schedules import (
     changing_counts,
     check_interleaved,
@@ -54,6 +57,7 @@ from megatron_vshape.mcore.setup.megatron_schedules import (
 )
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.run_config import RunConfig, ScheduleChoice, Settings
 from megatron_vshape.mcore.setup.translate import log_translated
 from megatron_vshape.mcore.split import graphs
 
@@ -98,29 +102,11 @@ class StageLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         return sum(layers.count(layer_type) for layers in self.stages[:stage])
 
 
-@dataclass(frozen=True, slots=True)
-class Pipeline:
-    """A schedule of this package with everything known after the option checks."""
+class Decision(NamedTuple):
+    """The schedule of a run, and the values that it sets in Megatron's arguments or a config."""
 
-    options: Options
-    planner: Planner
-    stage_map: StageMap
-    layout: StageLayout
-    overlaps_grad_reduce: bool
-    by_layers: bool = False  # training passes run by Megatron's layer plans, some overlapped
-    has_trial: bool = False  # once costs are measured, compare the plan with a named schedule
-    recomputed_inputs: tuple[str, ...] = ()  # modules whose results B recomputes and W retains
-    splits_graphs: bool = False  # capture CUDA graphs of F, B and W instead of F and BW
-
-    @property
-    def choice(self) -> ScheduleChoice:
-        """Return the planner's choice."""
-        return self.planner.choice
-
-    def ends(self, rank: int, chunk: int | None) -> tuple[bool, bool]:
-        """Return whether a rank's chunk is the model's first stage, and whether it is the last."""
-        stage = self.stage_map.stage(rank, chunk)
-        return stage == 0, stage == self.stage_map.last_stage
+    config: RunConfig | None  # None: Megatron runs a schedule of its own
+    changes: Mapping[str, Any]
 
 
 def rank_zero_planner(args: Namespace) -> RankZeroPlanner:
@@ -136,16 +122,11 @@ def rank_zero_planner(args: Namespace) -> RankZeroPlanner:
 
 def pipeline_from_args(
     args: Namespace, registered: Options | None = None, rank_zero: RankZeroPlanner | None = None
-) -> Pipeline | None:
-    """Choose the pipeline that the flags request, and set its stages in Megatron's arguments.
+) -> RunConfig | None:
+    """Decide the pipeline that the flags request, and apply the decision to the arguments.
 
-    Called before Megatron validates its arguments. Returns None if Megatron runs its own schedule,
-    whose stages are then set. Without a schedule in the flags, the options of `register` apply.
-    `rank_zero` plans for all ranks.
-
-    Raises:
-        ScheduleError: The schedule does not exist or does not fit this run.
-        UnsupportedError: The schedule does not support an option.
+    Called before Megatron validates its arguments. Without a schedule in the flags, the options of
+    `register` apply. Raises as `decide`.
     """
     # Flags win over `register`, because the command line is the more specific.
     options = options_of(args)
@@ -154,38 +135,74 @@ def pipeline_from_args(
     # Options that are not given are no attributes of args.
     if options.schedule is not None or "pipeline_timeout" in args:
         _check_values(args, options)
-    name, ranks = options.schedule, args.pipeline_model_parallel_size
-    rank_zero = rank_zero or rank_zero_planner(args)
-    # Before `build_pipeline`, which resets options that Megatron's schedule needs.
-    baseline = megatrons_if_best(args, options, rank_zero) if name == AUTO else None
+    decision = decide(args, options, rank_zero or rank_zero_planner(args))
+    apply(decision, args)
+    return decision.config
+
+
+def decide(args: Namespace, options: Options, rank_zero: RankZeroPlanner) -> Decision:
+    """Decide between a schedule of this package and one of Megatron, and their stages.
+
+    The arguments stay unchanged. `rank_zero` plans for all ranks.
+
+    Raises:
+        ScheduleError: The schedule does not exist or does not fit this run.
+        UnsupportedError: The schedule does not support an option.
+    """
+    draft = copy.copy(args)
+    return Decision(_configure(draft, options, rank_zero), _differences(args, draft))
+
+
+def apply(decision: Decision, target: Any) -> None:
+    """Set the values of a decision in Megatron's arguments or in a config."""
+    for name, value in decision.changes.items():
+        setattr(target, name, value)
+
+
+def _differences(original: Any, draft: Any) -> dict[str, Any]:
+    """Return the attributes of `draft` that `original` lacks or has with another value."""
+    values = vars(original)
+    return {
+        name: value
+        for name, value in vars(draft).items()
+        if name not in values or values[name] is not value
+    }
+
+
+def _configure(
+    draft: Namespace, options: Options, rank_zero: RankZeroPlanner
+) -> RunConfig | None:
+    """Return the configuration of a run; None for Megatron's schedules. Set it in `draft`."""
+    name, ranks = options.schedule, draft.pipeline_model_parallel_size
+    # Before `build_config`, which resets options that Megatron's schedule needs.
+    baseline = megatrons_if_best(draft, options, rank_zero) if name == AUTO else None
     if baseline is not None:
-        choose_megatrons(args, baseline)
+        choose_megatrons(draft, baseline)
         return None
     if name is None or options.asks_for_megatrons_own:
-        set_megatrons_own(args, options)
+        set_megatrons_own(draft, options)
         return None
     if ranks == 1:  # nothing to schedule, but the options must be valid
         resolve_schedule(options, ranks)
         _warn_of_unused_flags(options)
         return None
-    pipeline = build_pipeline(
-        args,
+    config = build_config(
+        draft,
         options,
-        rank_zero,
         check=check_arguments,
-        ties_ends=not args.untie_embeddings_and_output_weights,
-        kernels=args.distributed_backend == "nccl",
+        ties_ends=not draft.untie_embeddings_and_output_weights,
+        kernels=draft.distributed_backend == "nccl",
     )
-    _set_stages(args, pipeline)
-    return pipeline
+    _set_stages(draft, config)
+    return config
 
 
-def _set_stages(args: Namespace, pipeline: Pipeline) -> None:
+def _set_stages(args: Namespace, config: RunConfig) -> None:
     """Set the chunks per rank, or the stages of a hybrid pattern, in Megatron's arguments."""
-    stage_map = pipeline.stage_map
+    stage_map = config.stage_map
     # Before Megatron's validation, which computes further arguments from these.
     for feature in features():
-        feature.change_arguments(args, pipeline)
+        feature.change_arguments(args, config)
     pattern = getattr(args, hybrid.OPTION, None)
     if pattern is None:
         # Also for one chunk: Megatron then uses the layer counts of the layout.
@@ -222,23 +239,21 @@ def _warn_of_unused_flags(options: Options) -> None:
         )
 
 
-def build_pipeline(
+def build_config(
     model: Any,
     options: Options,
-    rank_zero: RankZeroPlanner,
     *,
     check: Check,
     ties_ends: bool | None,
     kernels: bool,
     loss_last: bool = False,
-) -> Pipeline:
-    """Choose the schedule, stages and planner of a run, and reject options it does not support.
+) -> RunConfig:
+    """Build the configuration of a run, and reject options that it does not support.
 
     Args:
         model: Megatron's arguments or a library's config. All names read here exist in both.
             Translated options are logged and reset in this object.
         options: The options of this package.
-        rank_zero: Plans for all ranks.
         check: Rejects unsupported options of `model`.
         ties_ends: Whether the embeddings are tied; None if only the built model knows.
         kernels: Whether P2P messages are GPU kernels (NCCL).
@@ -272,16 +287,12 @@ def build_pipeline(
     # Megatron captures CUDA graphs after profiled steps, which can change the pass order.
     if choice.plans_by_costs and options.profile_steps and captures_graphs(model):
         graphs.capture_late(model, options.checked_steps[1])
-    # 4. The planner: it makes no plan before the number of microbatches is known
-    #    (`make_schedule_of_run`).
     measures = choice.name == AUTO and options.profile_steps is not None
-    return Pipeline(
+    return RunConfig(
         options,
-        planner=Planner(choice, rank_zero),
-        stage_map=stage_map,
-        layout=StageLayout(stage_map),  # the same, as Megatron reads it from its config
+        choice,
+        stage_map,
         overlaps_grad_reduce=bool(getattr(model, "overlap_grad_reduce", False)),
-        by_layers=choice.may_overlap,
         has_trial=measures and not captures_graphs(model),
         recomputed_inputs=recomputed_inputs(model),
         splits_graphs=splits_graphs,
@@ -368,7 +379,9 @@ def recomputed_inputs(model: Any) -> tuple[str, ...]:
     return tuple(module for module in modules if module != "core_attn")
 
 
-def make_schedule_of_run(pipeline: Pipeline | None, args: Namespace) -> None:
+def make_schedule_of_run(
+    pipeline: RunConfig | None, planner: Planner | None, args: Namespace
+) -> None:
     """Make the schedule of the run, with the sizes that Megatron has validated; check these.
 
     Raises:
@@ -376,7 +389,7 @@ def make_schedule_of_run(pipeline: Pipeline | None, args: Namespace) -> None:
         UnsupportedError: The schedule does not support a combination of options, or Megatron's
             interleaved 1F1B does not support the number of microbatches.
     """
-    if pipeline is None:
+    if pipeline is None or planner is None:
         if megatrons_own(args) is not None:
             check_interleaved(args, fixed_counts(args))
         return
@@ -394,39 +407,40 @@ def make_schedule_of_run(pipeline: Pipeline | None, args: Namespace) -> None:
     if pipeline.choice.name != AUTO and not varies and trains:
         copies = args.data_parallel_size * (getattr(args, "gtp_weight_remat_size", None) or 1)
         microbatches = args.global_batch_size // (args.micro_batch_size * copies)
-        pipeline.planner.plan_step(max(microbatches, 1))
+        planner.plan_step(max(microbatches, 1))
 
 
-def check_changing(pipeline: Pipeline | None, args: Namespace) -> None:
+def check_changing(planner: Planner | None, args: Namespace) -> None:
     """Check all numbers of microbatches of a run that changes them, before its first step.
 
     Raises:
         ScheduleError: The schedule does not support one of the numbers.
         UnsupportedError: Megatron's interleaved 1F1B does not support one of the numbers.
     """
-    if pipeline is None:
+    if planner is None:
         check_interleaved(args, changing_counts(args))
-    elif pipeline.choice.name in JOINT_NAMES:  # all others support any number
+    elif planner.choice.name in JOINT_NAMES:  # all others support any number
         for count in changing_counts(args):
-            pipeline.planner.plan_step(count.number)
+            planner.plan_step(count.number)
 
 
-def pipeline_from_config(config: Any, options: Options) -> Pipeline:
+def pipeline_from_config(config: Any, options: Options) -> RunConfig:
     """Choose the pipeline for a TransformerConfig, and set its stages on the config.
 
-    Called before the config checks itself. Raises as `build_pipeline`.
+    Called before the config checks itself. Raises as `build_config`.
     """
-    pipeline = build_pipeline(
-        config,
+    draft = copy.copy(config)
+    run_config = build_config(
+        draft,
         options,
-        RankZeroPlanner(str(options.schedule), options.timeout_seconds),
         check=check_library,
         ties_ends=getattr(config, "share_embeddings_and_output_weights", None),
         kernels=_messages_are_kernels(),
         loss_last=True,
     )
-    set_stages_in_config(config, pipeline.stage_map)
-    return pipeline
+    set_stages_in_config(draft, run_config.stage_map)
+    apply(Decision(run_config, _differences(config, draft)), config)
+    return run_config
 
 
 def set_stages_in_config(config: Any, stage_map: StageMap) -> None:
@@ -437,14 +451,12 @@ def set_stages_in_config(config: Any, stage_map: StageMap) -> None:
         config.overlap_p2p_comm = True  # required by Megatron for chunks on two ranks
 
 
-def with_backend_of_run(pipeline: Pipeline) -> Pipeline:
-    """Update the pipeline for the P2P backend of the run, known once process groups exist."""
-    choice = replace(pipeline.choice, kernels=_messages_are_kernels())
-    return (
-        pipeline
-        if choice == pipeline.choice
-        else replace(pipeline, planner=Planner(choice, pipeline.planner.rank_zero))
-    )
+def with_backend_of_run(pipeline: RunConfig) -> RunConfig:
+    """Return the configuration for the P2P backend of the run, known once process groups exist."""
+    kernels = _messages_are_kernels()
+    if kernels == pipeline.choice.kernels:
+        return pipeline
+    return replace(pipeline, choice=replace(pipeline.choice, kernels=kernels))
 
 
 def _messages_are_kernels() -> bool:

@@ -25,7 +25,7 @@ from megatron_vshape.environment import (
     required_settings,
 )
 from megatron_vshape.mcore.refusals import OVERLAP_OPTION, captures_graphs
-from megatron_vshape.mcore.setup.configure import Pipeline
+from megatron_vshape.mcore.setup.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Environment:
     )  # names of variables, without those that the user has set
     registers_buffers: bool = False  # NCCL registers buffers (nccl_ub of the data-parallel config)
 
-    def set_variables(self, options: Any, pipeline: Pipeline) -> None:
+    def set_variables(self, options: Any, pipeline: RunConfig) -> None:
         """Set the variables and the allocator for a schedule, and log them in one line.
 
         `options` are Megatron's arguments or a config. Variables that the user has set stay
@@ -75,7 +75,7 @@ class Environment:
 
 
 def _complete(
-    options: Any, pipeline: Pipeline, registers: bool, already: Collection[str]
+    options: Any, pipeline: RunConfig, registers: bool, already: Collection[str]
 ) -> frozenset[str]:
     """Make the settings that are not made already, and return their names."""
     sizes = options.tensor_model_parallel_size, options.context_parallel_size

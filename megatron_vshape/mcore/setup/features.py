@@ -1,7 +1,8 @@
 """The interface of an optional feature, and the list of all features.
 
-A feature is a folder of `mcore.features`. Only this module loads it, so all other code uses it
-through `Feature` and works without it. Loading a feature imports neither torch nor Megatron.
+A feature is a folder of `mcore.features`. Its `FEATURE` takes part in the setup of a run, and its
+function `in_steps` creates its part in steps (`step.stage.StepFeature`). Loading a feature imports
+neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -18,16 +19,13 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.mcore import features as home
 from megatron_vshape.mcore.hook import Hook
+from megatron_vshape.mcore.layout.stage_map import ModelEnds, StageMap
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import Refusal
+from megatron_vshape.mcore.setup.planned_step import PlannedStep
+from megatron_vshape.mcore.setup.run_config import RunConfig, ScheduleChoice, Settings
 
-if TYPE_CHECKING:  # they use the features, or torch
-    from megatron_vshape.mcore.layout.stage_map import ModelEnds, StageMap
-    from megatron_vshape.mcore.setup.choice import ScheduleChoice
-    from megatron_vshape.mcore.setup.configure import Pipeline
-    from megatron_vshape.mcore.setup.plans import PlannedStep
-    from megatron_vshape.mcore.step.forward_backward import PipelineRunner
-    from megatron_vshape.mcore.step.stage import StepFeature
+if TYPE_CHECKING:  # it imports torch
     from megatron_vshape.mcore.step_state import StepState
 
 Patch = Callable[[type, Callable[[], Mapping[str, Any]]], None]
@@ -35,19 +33,10 @@ Patch = Callable[[type, Callable[[], Mapping[str, Any]]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """The settings of a run that start-up checks read."""
-
-    model: Any  # Megatron's arguments or a library's config
-    choice: ScheduleChoice
-    options: Options
-
-
-@dataclass(frozen=True, slots=True)
 class BuiltChunk:
     """A chunk of the model that Megatron has just built."""
 
-    pipeline: Pipeline
+    pipeline: RunConfig
     state: StepState
     first: Any  # the first chunk of this rank
     model: Any
@@ -116,17 +105,17 @@ class Feature:
         """Return the memory that the feature's passes need on every device."""
         return 0.0
 
-    def notes(self, pipeline: Pipeline, plan: PlannedStep, local_ranks: int | None) -> str:
+    def notes(self, pipeline: RunConfig, plan: PlannedStep, local_ranks: int | None) -> str:
         """Return lines for the log about a plan, each after a line break."""
         return ""
 
-    def change_arguments(self, args: Any, pipeline: Pipeline) -> None:
+    def change_arguments(self, args: Any, pipeline: RunConfig) -> None:
         """Change Megatron's arguments before Megatron validates them."""
 
     def build_chunk(self, built: BuiltChunk) -> None:
         """Change a chunk of the model when it is built, before it is wrapped."""
 
-    def owns_embeddings(self, pipeline: Pipeline, model: Any) -> bool:
+    def owns_embeddings(self, pipeline: RunConfig, model: Any) -> bool:
         """Return whether Megatron must not share the embeddings of a chunk between ranks.
 
         Rejects a chunk whose embedding a library has replaced.
@@ -138,7 +127,7 @@ class Feature:
     ) -> None:
         """Change the layers of the built model for the passes of the feature."""
 
-    def check_chunks(self, pipeline: Pipeline, rank: int, chunks: Sequence[Any]) -> None:
+    def check_chunks(self, pipeline: RunConfig, rank: int, chunks: Sequence[Any]) -> None:
         """Reject changes of a library to the built model that the feature would drop."""
 
     def check_config(self, config: Any, options: Options) -> None:
@@ -147,10 +136,6 @@ class Feature:
     def hooks(self) -> tuple[Hook, ...]:
         """Return the feature's replacements of Megatron's attributes."""
         return ()
-
-    def in_steps(self, runner: PipelineRunner) -> StepFeature | None:
-        """Create the StepFeature of a run, or return None if the feature has none."""
-        return None
 
 
 def adapted_costs(choice: ScheduleChoice, costs: Costs | None, num_stages: int) -> Costs | None:
@@ -169,7 +154,13 @@ def adapted_schedule(schedule: Schedule, costs: Costs | None) -> Schedule:
 
 
 @cache
-def features() -> tuple[Feature, ...]:
-    """Return the features of all folders in `mcore.features`, by name."""
+def feature_modules() -> tuple[Any, ...]:
+    """Return the folders of `mcore.features`, by name."""
     folders = sorted(module.name for module in iter_modules(home.__path__))
-    return tuple(import_module(f"{home.__name__}.{name}").FEATURE for name in folders)
+    return tuple(import_module(f"{home.__name__}.{name}") for name in folders)
+
+
+@cache
+def features() -> tuple[Feature, ...]:
+    """Return the features of all folders."""
+    return tuple(module.FEATURE for module in feature_modules())

@@ -33,9 +33,9 @@ from megatron_vshape.mcore.refusals import (
     refusing,
     uses_stash,
 )
-from megatron_vshape.mcore.setup.configure import Pipeline
-from megatron_vshape.mcore.setup.features import features
-from megatron_vshape.mcore.setup.plans import Agreement
+from megatron_vshape.mcore.setup.features import feature_modules, features
+from megatron_vshape.mcore.setup.plans import Agreement, Planner
+from megatron_vshape.mcore.setup.run_config import RunConfig
 from megatron_vshape.mcore.step.first_step import FirstStep
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.step.losses import LossGatherer, checked_late
@@ -68,16 +68,18 @@ class PipelineRunner:
     create both in the first step: creating process groups is slow and collective.
     """
 
-    def __init__(self, state: StepState, pipeline: Pipeline, logs: Logs) -> None:
+    def __init__(
+        self, state: StepState, pipeline: RunConfig, planner: Planner, logs: Logs
+    ) -> None:
         """Set the state shared with layers, the schedule, and whether the trainer logs a step."""
         self._state = state
-        self.pipeline = pipeline
+        self.pipeline, self.planner = pipeline, planner
         self._transport: Transport | None = None
         self._place = Place()
         rank = parallel_state.get_pipeline_model_parallel_rank()
-        planner, stages = pipeline.planner, pipeline.stage_map.stages(rank)
+        stages = pipeline.stage_map.stages(rank)
         self.report = RunReport(state, pipeline.choice.name, stages, planner.plan_step)
-        self._profiler = Profiler(pipeline, self.report)
+        self._profiler = Profiler(pipeline, planner, self.report)
         self.meter = BubbleMeter(logs, planner.predicted_bubble)
         self._gatherer = LossGatherer()
         self.calls = ForwardCalls(None)  # of the trainer's function, in the last step
@@ -86,7 +88,7 @@ class PipelineRunner:
         self.has_first_plan = False  # the first training step has been planned and logged
         # Every feature is called; most return a StepFeature that does nothing unless the schedule
         # or the options use it.
-        step_features = (feature.in_steps(self) for feature in features())
+        step_features = (module.in_steps(self) for module in feature_modules())
         self._step_features = [
             *(step_feature for step_feature in step_features if step_feature is not None),
             FirstStep(),
@@ -343,7 +345,7 @@ class PipelineRunner:
         self, context: StepContext, fills_waits: bool
     ) -> tuple[Program, Mapping[Pass, DeferredWgradOverlap]]:
         """Return the program of all ranks, and the W jobs that its B's overlap with."""
-        planner = self.pipeline.planner
+        planner = self.planner
         if context.forward_only:
             return planner.evaluation_program(context.num_microbatches), {}
         plan = planner.plan_step(context.num_microbatches)
@@ -405,7 +407,7 @@ class PipelineRunner:
             kind: type[Transport] = Transport
             if config.variable_seq_lengths:
                 kind = VariableTransport
-                self.pipeline.planner.expect_length_on_arrival()
+                self.planner.expect_length_on_arrival()
             self._transport = kind(
                 _all_pipelines(pipeline_group),
                 shape,
@@ -416,7 +418,7 @@ class PipelineRunner:
             )
             # The first use of a communicator blocks, so warm up all of them before the schedule
             # runs.
-            self._transport.prepare(self.pipeline.planner.smallest())
+            self._transport.prepare(self.planner.smallest())
             publish_cause_at_exit(TransportError)
         else:
             self._transport.reconnect()

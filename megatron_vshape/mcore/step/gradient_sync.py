@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron_vshape.mcore.hook import Replaced
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.setup.configure import Pipeline
+from megatron_vshape.mcore.setup.run_config import RunConfig
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class GradientSync:
         self,
         config: Any,
         model: Sequence[nn.Module],
-        pipeline: Pipeline,
+        pipeline: RunConfig,
         num_microbatches: int,
         force_all_reduce: bool | None,
         forward_only: bool = False,
@@ -167,7 +167,7 @@ class GradientSync:
         return function if isinstance(function, list) else [function] * len(self._model)
 
 
-def splits_last(pipeline: Pipeline, chunk: nn.Module) -> bool:
+def splits_last(pipeline: RunConfig, chunk: nn.Module) -> bool:
     """Return whether the last full backward of every chunk runs as B, then W.
 
     CUDA graphs are captured in this order, so it depends on the run only, not on a step: the caller

@@ -23,7 +23,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.program.lowering import DeferredWgradOverlap
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.setup.configure import Pipeline
+from megatron_vshape.mcore.setup.run_config import RunConfig
 from megatron_vshape.mcore.step.gradient_sync import GradientSync
 from megatron_vshape.mcore.step_state import StepState, TokenRange, device_of
 from megatron_vshape.runtime.p2p import Transport
@@ -131,7 +131,7 @@ class StepContext:
     """
 
     state: StepState = field(compare=False)
-    pipeline: Pipeline = field(compare=False)
+    pipeline: RunConfig = field(compare=False)
     # The parameters of Megatron's function, except adjust_tensor_shapes_fn and p2p_communicator.
     forward_step_func: Any
     data_iterator: Any

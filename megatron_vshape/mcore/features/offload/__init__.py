@@ -12,13 +12,13 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.request import AUTO
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import UnsupportedError, captures_graphs, uses_stash
-from megatron_vshape.mcore.setup.features import Feature, Settings, features
+from megatron_vshape.mcore.setup.features import Feature, features
+from megatron_vshape.mcore.setup.run_config import Settings
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.layout.stage_map import StageMap
-    from megatron_vshape.mcore.setup.choice import ScheduleChoice
-    from megatron_vshape.mcore.setup.configure import Pipeline
-    from megatron_vshape.mcore.setup.plans import PlannedStep
+    from megatron_vshape.mcore.setup.planned_step import PlannedStep
+    from megatron_vshape.mcore.setup.run_config import RunConfig, ScheduleChoice
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.stage import StepFeature
 
@@ -53,9 +53,9 @@ class OffloadFeature(Feature):
                 "implemented. Remove one of the two"
             )
 
-    def notes(self, pipeline: Pipeline, plan: PlannedStep, local_ranks: int | None) -> str:
+    def notes(self, pipeline: RunConfig, plan: PlannedStep, local_ranks: int | None) -> str:
         """Return the offloaded memory and, if known, whether the host has enough memory."""
-        schedule, costs = plan.schedule, pipeline.planner.costs
+        schedule, costs = plan.schedule, plan.costs
         num_offloaded = sum(1 for _ in schedule.moving_passes())
         if not num_offloaded:
             return ""
@@ -76,14 +76,15 @@ class OffloadFeature(Feature):
         )
         return line + ("" if needed_bytes <= free_bytes else "; the rest stays in GPU memory")
 
-    def in_steps(self, runner: PipelineRunner) -> StepFeature:
-        """Return the passes that offload and reload."""
-        from megatron_vshape.mcore.features.offload.step import OffloadSteps
-
-        return OffloadSteps(runner.report)
-
 
 FEATURE = OffloadFeature()
+
+
+def in_steps(runner: PipelineRunner) -> StepFeature:
+    """Return the passes that offload and reload."""
+    from megatron_vshape.mcore.features.offload.step import OffloadSteps
+
+    return OffloadSteps(runner.report)
 
 
 def check_offloading(moves_memory: bool, model: Any, schedule: str) -> None:

@@ -20,12 +20,13 @@ from megatron_vshape.mcore.refusals import (
     is_one_of,
     rejection,
 )
-from megatron_vshape.mcore.setup.features import Feature, Settings
+from megatron_vshape.mcore.setup.features import Feature
+from megatron_vshape.mcore.setup.run_config import Settings
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.layout.stage_map import StageMap
-    from megatron_vshape.mcore.setup.configure import Pipeline
-    from megatron_vshape.mcore.setup.plans import PlannedStep
+    from megatron_vshape.mcore.setup.planned_step import PlannedStep
+    from megatron_vshape.mcore.setup.run_config import RunConfig
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.stage import StepFeature
 
@@ -208,25 +209,26 @@ class OverlapFeature(Feature):
                 "another"
             )
 
-    def check_chunks(self, pipeline: Pipeline, rank: int, chunks: Sequence[Any]) -> None:
+    def check_chunks(self, pipeline: RunConfig, rank: int, chunks: Sequence[Any]) -> None:
         """Reject an encoder, which the layer plans of its model omit."""
-        if pipeline.by_layers:
+        if pipeline.choice.may_overlap:
             check_encoder(chunks, _OVERLAP, "Megatron's layer plans omit the encoder")
 
-    def notes(self, pipeline: Pipeline, plan: PlannedStep, local_ranks: int | None) -> str:
+    def notes(self, pipeline: RunConfig, plan: PlannedStep, local_ranks: int | None) -> str:
         """Return that passes run by layer plans, and a setting that prevents their overlap."""
-        if not pipeline.by_layers:
+        if not pipeline.choice.may_overlap:
             return ""
         text = "\ntraining passes run by Megatron's layer plans, with overlapped communication"
         if pipeline.choice.kernels and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             text += "; CUDA_DEVICE_MAX_CONNECTIONS=1 prevents the overlap: set it to 32"
         return text
 
-    def in_steps(self, runner: PipelineRunner) -> StepFeature:
-        """Return the runner of layer plans."""
-        from megatron_vshape.mcore.features.overlap.layer_plans import OverlappedSteps
-
-        return OverlappedSteps()
-
 
 FEATURE = OverlapFeature()
+
+
+def in_steps(runner: PipelineRunner) -> StepFeature:
+    """Return the runner of layer plans."""
+    from megatron_vshape.mcore.features.overlap.layer_plans import OverlappedSteps
+
+    return OverlappedSteps()

@@ -122,13 +122,13 @@ class OverlappedSteps(StepFeature):
 
     def check(self, context: StepContext) -> None:
         """Reject a script whose forward step cannot return a layer plan."""
-        if context.pipeline.by_layers and not context.forward_only:
+        if context.pipeline.choice.may_overlap and not context.forward_only:
             with refusing():
                 check_script(context.forward_step_func)
 
     def begin(self, context: StepContext) -> StepHook | None:
         """Return the runner of the passes; evaluation runs them alone."""
-        if context.pipeline.by_layers and not context.forward_only:
+        if context.pipeline.choice.may_overlap and not context.forward_only:
             return LayerPlans()
         return None
 

@@ -18,7 +18,8 @@ from megatron_vshape.mcore.refusals import (
     is_given,
     other_than,
 )
-from megatron_vshape.mcore.setup.features import Feature, Settings
+from megatron_vshape.mcore.setup.features import Feature
+from megatron_vshape.mcore.setup.run_config import Settings
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
@@ -117,13 +118,14 @@ class PostValidationFeature(Feature):
 
         return HOOKS
 
-    def in_steps(self, runner: PipelineRunner) -> StepFeature | None:
-        """Return the part that starts the next step early."""
-        if not runner.pipeline.options.post_validates:
-            return None
-        from megatron_vshape.mcore.features.post_validation.early_step import EarlyStart
-
-        return EarlyStart(runner)
-
 
 FEATURE = PostValidationFeature()
+
+
+def in_steps(runner: PipelineRunner) -> StepFeature | None:
+    """Return the part that starts the next step early."""
+    if not runner.pipeline.options.post_validates:
+        return None
+    from megatron_vshape.mcore.features.post_validation.early_step import EarlyStart
+
+    return EarlyStart(runner)

@@ -28,11 +28,11 @@ from megatron_vshape.mcore.refusals import (
     is_one_of,
     parts_of,
 )
-from megatron_vshape.mcore.setup.features import Feature, Settings, features
+from megatron_vshape.mcore.setup.features import Feature, features
+from megatron_vshape.mcore.setup.run_config import Settings
 
 if TYPE_CHECKING:
-    from megatron_vshape.mcore.setup.choice import ScheduleChoice
-    from megatron_vshape.mcore.setup.configure import Pipeline
+    from megatron_vshape.mcore.setup.run_config import RunConfig, ScheduleChoice
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.stage import StepFeature
     from megatron_vshape.mcore.step_state import StepState
@@ -224,7 +224,7 @@ class SlicesFeature(Feature):
             attention.install(state, chunks)
             router.install(state, chunks)
 
-    def check_chunks(self, pipeline: Pipeline, rank: int, chunks: Sequence[Any]) -> None:
+    def check_chunks(self, pipeline: RunConfig, rank: int, chunks: Sequence[Any]) -> None:
         """Reject an encoder, whose model merges the images of a full microbatch."""
         if pipeline.choice.slices not in (1, (1,)):
             check_encoder(chunks, FLAG, "it merges images into full sequences")
@@ -235,14 +235,15 @@ class SlicesFeature(Feature):
 
         return HOOKS
 
-    def in_steps(self, runner: PipelineRunner) -> StepFeature:
-        """Return the slices' part in steps."""
-        from megatron_vshape.mcore.features.slices.step import Slicing
-
-        return Slicing(runner.pipeline)
-
 
 FEATURE = SlicesFeature()
+
+
+def in_steps(runner: PipelineRunner) -> StepFeature:
+    """Return the slices' part in steps."""
+    from megatron_vshape.mcore.features.slices.step import Slicing
+
+    return Slicing(runner.planner)
 
 
 def _other_features(settings: Settings) -> list[str]:

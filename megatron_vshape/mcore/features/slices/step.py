@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatron_vshape.mcore.features.slices import check_sequence, even_slices
 from megatron_vshape.mcore.hook import Function, Hook, Session, replaces
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
-from megatron_vshape.mcore.setup.configure import Pipeline
+from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.step.stage import (
     ForwardStep,
     StepContext,
@@ -140,13 +140,13 @@ class Slices(StepHook):
 class Slicing(StepFeature):
     """Runs microbatches in slices."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        """Set the pipeline, whose planner chooses the number of slices."""
-        self._pipeline = pipeline
+    def __init__(self, planner: Planner) -> None:
+        """Set the planner, which chooses the number of slices."""
+        self._planner = planner
 
     def passes_per_microbatch(self, context: StepContext) -> int:
         """Return the number of slices per microbatch."""
-        planner = self._pipeline.planner
+        planner = self._planner
         if not isinstance(planner.choice.slices, int):
             slice_counts = even_slices(planner.choice.slices, context.seq_length, context.config)
             planner.configure(replace(planner.choice, slices=slice_counts))

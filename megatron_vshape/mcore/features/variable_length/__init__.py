@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 class VariableLengthFeature(Feature):
     """Reorders variable-length microbatches."""
 
-    def in_steps(self, runner: PipelineRunner) -> StepFeature:
-        """Return the part that reorders the microbatches of a step."""
-        from megatron_vshape.mcore.features.variable_length.reorder import VariableLength
-
-        return VariableLength(runner)
-
 
 FEATURE = VariableLengthFeature()
+
+
+def in_steps(runner: PipelineRunner) -> StepFeature:
+    """Return the part that reorders the microbatches of a step."""
+    from megatron_vshape.mcore.features.variable_length.reorder import VariableLength
+
+    return VariableLength(runner)

@@ -23,7 +23,7 @@ from megatron_vshape.core.variable_length import (
     reorder_microbatches,
 )
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
-from megatron_vshape.mcore.setup.plans import PlannedStep
+from megatron_vshape.mcore.setup.planned_step import PlannedStep
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 from megatron_vshape.mcore.step.stage import StepContext, StepFeature
 from megatron_vshape.runtime.failures import cause_of_others
@@ -325,7 +325,7 @@ class VariableLength(StepFeature):
             return
         if pipeline.choice.name != AUTO or not may_reorder(config):
             return
-        plan = pipeline.planner.plan_step(count)
+        plan = self._runner.planner.plan_step(count)
         if plan.schedule.num_microbatches != count:  # parts of microbatches
             return
         if self._keeps_order is None:

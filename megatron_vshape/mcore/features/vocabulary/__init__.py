@@ -44,11 +44,11 @@ from megatron_vshape.mcore.refusals import (
     each_of,
     is_given,
 )
-from megatron_vshape.mcore.setup.features import BuiltChunk, Feature, Settings
+from megatron_vshape.mcore.setup.features import BuiltChunk, Feature
+from megatron_vshape.mcore.setup.run_config import Settings
 
 if TYPE_CHECKING:
-    from megatron_vshape.mcore.setup.choice import ScheduleChoice
-    from megatron_vshape.mcore.setup.configure import Pipeline
+    from megatron_vshape.mcore.setup.run_config import RunConfig, ScheduleChoice
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.stage import StepFeature
 
@@ -163,7 +163,7 @@ class VocabularyFeature(Feature):
         """Return the memory of the logits of one microbatch."""
         return most_logits_bytes(costs, min(PENDING_LOGITS))
 
-    def change_arguments(self, args: Any, pipeline: Pipeline) -> None:
+    def change_arguments(self, args: Any, pipeline: RunConfig) -> None:
         """Make Megatron pad the vocabulary to a multiple of the ranks that share it."""
         if pipeline.choice.shards_output_layer:
             from megatron_vshape.mcore.features.vocabulary.model import pad_vocabulary
@@ -179,7 +179,7 @@ class VocabularyFeature(Feature):
             share_rows(built.state, built.first, built.model, stage_map, built.rank, built.chunk)
             convert_rows(built.patch)
 
-    def owns_embeddings(self, pipeline: Pipeline, model: Any) -> bool:
+    def owns_embeddings(self, pipeline: RunConfig, model: Any) -> bool:
         """Return whether a chunk has rows that all ranks share."""
         if not pipeline.choice.shards_output_layer:
             return False
@@ -190,7 +190,7 @@ class VocabularyFeature(Feature):
         check_rows(model)
         return True
 
-    def check_chunks(self, pipeline: Pipeline, rank: int, chunks: Sequence[Any]) -> None:
+    def check_chunks(self, pipeline: RunConfig, rank: int, chunks: Sequence[Any]) -> None:
         """Reject changes of embedding, output layer and loss, whose forward does not run."""
         if pipeline.choice.shards_output_layer:
             from megatron_vshape.mcore.features.vocabulary.model import check_ends
@@ -205,14 +205,15 @@ class VocabularyFeature(Feature):
 
         return HOOKS
 
-    def in_steps(self, runner: PipelineRunner) -> StepFeature:
-        """Return the passes of the vocabulary."""
-        from megatron_vshape.mcore.features.vocabulary.step import VocabularySharing
-
-        return VocabularySharing(runner.pipeline.choice.shards_output_layer)
-
 
 FEATURE = VocabularyFeature()
+
+
+def in_steps(runner: PipelineRunner) -> StepFeature:
+    """Return the passes of the vocabulary."""
+    from megatron_vshape.mcore.features.vocabulary.step import VocabularySharing
+
+    return VocabularySharing(runner.pipeline.choice.shards_output_layer)
 
 
 class SharedEnds:

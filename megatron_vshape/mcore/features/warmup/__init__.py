@@ -13,7 +13,8 @@ from megatron_vshape.mcore.refusals import (
     check_refusals,
     uses_stash,
 )
-from megatron_vshape.mcore.setup.features import Feature, Settings
+from megatron_vshape.mcore.setup.features import Feature
+from megatron_vshape.mcore.setup.run_config import Settings
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
@@ -65,13 +66,14 @@ class WarmupFeature(Feature):
                 f"{FLAG} does not support {name}, whose state it cannot restore: remove {FLAG}"
             )
 
-    def in_steps(self, runner: PipelineRunner) -> StepFeature | None:
-        """Return the warm-up of a run."""
-        if not runner.pipeline.options.warmup:
-            return None
-        from megatron_vshape.mcore.features.warmup.step import Warmup
-
-        return Warmup(runner)
-
 
 FEATURE = WarmupFeature()
+
+
+def in_steps(runner: PipelineRunner) -> StepFeature | None:
+    """Return the warm-up of a run."""
+    if not runner.pipeline.options.warmup:
+        return None
+    from megatron_vshape.mcore.features.warmup.step import Warmup
+
+    return Warmup(runner)
