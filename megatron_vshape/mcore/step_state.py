@@ -39,6 +39,16 @@ class Checks(Protocol):
         """Run the stored checks; raises their exceptions."""
 
 
+class WeightCapture(Protocol):
+    """Captures weight gradients in graphs of their own; implemented by `graphs.Capture`."""
+
+    def splits(self, layer: nn.Module) -> bool:
+        """Return whether the weight gradients of a layer have a graph of their own."""
+
+    def put(self, layer: nn.Module, job: GatheringJob, parameters: Sequence[Tensor]) -> None:
+        """Store the weight job of a layer for the capture of its W."""
+
+
 class TensorRanks(Protocol):
     """Number of tensor-parallel ranks per caller; implemented by `RanksOfRows`."""
 
@@ -54,6 +64,14 @@ class TokenRange(NamedTuple):
     end: int
     total: int
 
+    @classmethod
+    def of_pass(cls, number: int, slices: int, length: int) -> TokenRange:
+        """Return the tokens of the pass with this number in a schedule of slices."""
+        microbatch, slice_index = divmod(number, slices)
+        slice_length = length // slices
+        begin = slice_index * slice_length
+        return cls(microbatch, begin, begin + slice_length, length)
+
 
 @dataclass(slots=True)
 class StepState:
@@ -66,22 +84,19 @@ class StepState:
     jobs: WeightJobs = field(default_factory=WeightJobs)
     running_chunk: int | None = None  # the chunk of Megatron's "is this the first stage?" checks
     graph_memory: GraphMemory = field(default_factory=GraphMemory)
-    # A `split.graphs.Capture` while Transformer Engine captures F, B and W.
-    capture: Any = None
+    capture: WeightCapture | None = None  # while Transformer Engine captures F, B and W
     captured: Program | None = None  # the program that CUDA graphs replay; no other can run
     # Type, chunk and microbatch of every pass of a step, if CUDA graphs replay W separately.
     captured_passes: Sequence[tuple[Kind, int, int]] | None = None
     tracker: ActivationTracker | None = None  # set while a step measures activation memory
     late_checks: Checks | None = None  # set while passes run; stores loss checks
     gradient_sync: Reducer | None = None  # set in a step that reduces gradients in W
-    # Replaces embedding and output layer in a step whose ranks share them.
-    shared_ends: Any = None
     # True while every rank computes the trainer's loss of logits from its rows.
     has_logits: bool = False
     tensor_ranks: TensorRanks | None = None  # as has_logits: number of ranks, by caller
     tokens: TokenRange | None = None  # set while a pass of a part of a microbatch runs
-    # One dict per layer: keys and values of the microbatches in flight, if passes share them.
-    kept: list[dict[int, Any]] = field(default_factory=list)
+    # Each drops values of the microbatches in flight that a layer keeps between passes.
+    drop_values: list[Callable[[], None]] = field(default_factory=list)
     # Each returns tensors that several passes of a microbatch read.
     shared_by_passes: list[Callable[[], Iterable[Tensor]]] = field(default_factory=list)
 

@@ -37,7 +37,7 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.features.overlap import layer_plans
 from megatron_vshape.mcore.hooks.core_hooks import tie_embeddings
-from megatron_vshape.mcore.step.stage import MegatronStage, StepContext
+from megatron_vshape.mcore.step.stage import MegatronStage, StepContext, StepData, TrainerCall
 from megatron_vshape.runtime import weight_jobs
 
 Case = tuple[tuple[str, str], str, dict[str, Any]]
@@ -139,10 +139,8 @@ class Chunks:
         )
         settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         pipeline: Any = None
-        step = StepContext(
-            self.state,
-            pipeline,
-            forward_step_func=forward_step,
+        call = TrainerCall(
+            forward_step,
             data_iterator=None,
             model=[
                 DistributedDataParallel(config, settings, chunk_model) for chunk_model in models
@@ -151,11 +149,23 @@ class Chunks:
             seq_length=TOKENS,
             micro_batch_size=BATCH,
         )
-        step.forward_step, step.iterators = forward_step, [batches(rank) for _ in models]
-        step.groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
-        step.wgrad_overlaps, step.gradient_sync = {}, sync
-        step.num_tokens = torch.zeros([], dtype=torch.int)
-        step.hooks += [layer_plans.LayerPlans()] if by_layers else []
+        unused: Any = None
+        step = StepContext(
+            call,
+            self.state,
+            pipeline,
+            groups=SimpleNamespace(cp=SimpleNamespace(size=lambda: 1)),
+            passes_per_microbatch=1,
+            shape=(),
+            transport=unused,
+            gradient_sync=sync,
+            program=unused,
+            wgrad_overlaps={},
+            data=StepData([batches(rank) for _ in models]),
+            forward_step=forward_step,
+            num_tokens=torch.zeros([], dtype=torch.int),
+            hooks=[layer_plans.LayerPlans()] if by_layers else [],
+        )
         self.stages = [
             MegatronStage(step, chunk, chunk, is_last=">" in text, has_several_chunks=False)
             for chunk, text in enumerate(texts)

@@ -45,7 +45,6 @@ import megatron_vshape
 from megatron_vshape.mcore.features.slices import attention as sliced_attention
 from megatron_vshape.mcore.features.slices import router as sliced_router
 from megatron_vshape.mcore.features.slices import step as step_slices
-from megatron_vshape.mcore.features.slices.step import Slices
 from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.step_state import TokenRange
 
@@ -83,13 +82,12 @@ def early(storage: Any, part: TokenRange, gradients: Any) -> Any:
     return result
 
 
-def out_of_turn(slices: Slices, number: int) -> TokenRange:
+@classmethod  # type: ignore[misc]
+def out_of_turn(cls: type[TokenRange], number: int, slices: int, length: int) -> TokenRange:
     """Run the slices of a microbatch from the last to the first."""
-    part = PART(slices, number)
-    length = part.end - part.begin
-    return TokenRange(
-        part.microbatch, part.total - part.end, part.total - part.end + length, part.total
-    )
+    part = PART(number, slices, length)
+    begin = part.total - part.end
+    return TokenRange(part.microbatch, begin, begin + part.end - part.begin, part.total)
 
 
 def apart_again(state: Any, chunks: Any) -> None:
@@ -102,12 +100,12 @@ def looks_no_further(model: nn.Module) -> bool:
 
 
 PUT, ADD = sliced_attention.KeysValues.put, sliced_attention.KeysValues.add
-PART = Slices.tokens_of
+PART = TokenRange.of_pass
 MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "stale": (sliced_attention.KeysValues, "put", stale),
     "lost": (sliced_attention.KeysValues, "add", lost),
     "early": (sliced_attention.KeysValues, "add", early),
-    "out of turn": (Slices, "tokens_of", out_of_turn),
+    "out of turn": (TokenRange, "of_pass", out_of_turn),
     "balanced apart": (sliced_router, "install", apart_again),
     "tokens apart": (step_slices, "looks_ahead", looks_no_further),
 }

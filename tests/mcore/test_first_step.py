@@ -80,7 +80,7 @@ def two_steps(
         ends = passes_on[rank] or None
         y = chunk(torch.ones(2), ends) if by_place else chunk(torch.ones(2), packed_seq_params=ends)
         if part is not None:
-            part.ends_forward(rank, 0, y)
+            part.ends_forward(rank, False, 0, y)
         try:
             capability.end(beginning)
         except RefusedError as error:

@@ -17,8 +17,8 @@ from megatron.core import __version__
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.pieces import pieces_from_costs
 from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
-from megatron_vshape.mcore.features.vocabulary import SharedEnds
 from megatron_vshape.mcore.layout.hybrid import cut_pattern
+from megatron_vshape.mcore.layout.shared_vocabulary import SharedEnds
 from megatron_vshape.mcore.layout.sizes import option_reader, sizes_of
 from megatron_vshape.mcore.layout.stage_map import split_layers
 from megatron_vshape.mcore.setup.configure import pipeline_from_args

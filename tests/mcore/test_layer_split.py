@@ -17,7 +17,7 @@ from megatron_vshape.core.model.pieces import Encoder, Pieces
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.request import PlanRequest
-from megatron_vshape.mcore.features.vocabulary import SharedEnds
+from megatron_vshape.mcore.layout.shared_vocabulary import SharedEnds
 from megatron_vshape.mcore.layout.stage_map import StageMap, better_split, split_layers
 from megatron_vshape.mcore.options import Options, UnsupportedError
 from megatron_vshape.mcore.setup.configure import _limit_bytes

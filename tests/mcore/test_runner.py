@@ -13,7 +13,13 @@ from torch import nn
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
-from megatron_vshape.mcore.step.stage import MegatronStage, PassResults, StepContext, StepHook
+from megatron_vshape.mcore.step.stage import (
+    MegatronStage,
+    PassResults,
+    PassRunner,
+    StepContext,
+    StepHook,
+)
 from megatron_vshape.mcore.step_state import StepState, device_of
 
 
@@ -41,8 +47,12 @@ def test_step_connects_communicators_replaced_by_a_library() -> None:
 class TwoOutputs(StepHook):
     """Runs the passes of a model that returns two tensors."""
 
-    def run_passes(self, config: Any, forward: Any, backward: Any) -> PassResults:
-        return PassResults((torch.ones(2), torch.ones(1)), torch.tensor(0), None)
+    pass_runner = PassRunner(
+        lambda config, forward, backward: PassResults(
+            (torch.ones(2), torch.ones(1)), torch.tensor(0), None
+        ),
+        lambda output: iter(()),
+    )
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
@@ -53,7 +63,8 @@ def test_stage_with_several_output_tensors_is_rejected(forward_only: bool) -> No
         config=None,
         pipeline=SimpleNamespace(choice=SimpleNamespace(name="v-half")),
         forward_only=forward_only,
-        first_val_step=None,
+        call=SimpleNamespace(first_val_step=None),
+        tokens_of=lambda number: None,
         forward_step=None,
         num_tokens=0,
         check_captured=lambda *work: None,

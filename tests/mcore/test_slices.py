@@ -4,7 +4,6 @@ import json
 import re
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -444,7 +443,7 @@ def test_auto_searches_only_valid_slice_counts(
         Settings(Namespace(seq_length=24, **parts), choice, package_options)
     ).slices == (1, 2, 4)
     planner = Planner(narrowed(Settings(Namespace(), choice, package_options)))
-    planner.configure(replace(planner.choice, slices=(1, 2)))
+    planner.narrow_slices((1, 2))
     assert planner.plan_step(2).schedule.slices == 2
     caplog.set_level("INFO")
     assert (

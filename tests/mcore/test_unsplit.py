@@ -15,6 +15,7 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.lowering import with_full_backwards
+from megatron_vshape.mcore.features import post_validation
 from megatron_vshape.mcore.features.post_validation import FEATURE
 from megatron_vshape.mcore.options import Options, add_arguments, options_of
 from megatron_vshape.mcore.refusals import (
@@ -179,7 +180,7 @@ def test_a_schedule_alone_is_reported_as_unused_on_one_rank(
 def test_unsupported_config_fields_are_rejected() -> None:
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     check_config(config)
-    FEATURE.check_config(config, Options(post_validates=True))
+    post_validation.check_config(config)
     for name, value, option in (
         ("delay_wgrad_compute", True, "--delay-wgrad-compute"),
         ("defer_embedding_wgrad_compute", True, "defer_embedding_wgrad_compute: the layers are"),

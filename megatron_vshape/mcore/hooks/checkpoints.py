@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from megatron_vshape.mcore.features.post_validation.early_step import early_start_of
 from megatron_vshape.mcore.hook import Function, Hook, replaces
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.refusals import UnsupportedError, is_plain, refusing
@@ -23,8 +24,9 @@ def save_checkpoint(session: Session, original: Function, *args: Any, **options:
 
     These effects are random-number states and consumed microbatches.
     """
-    if session.runner is not None:
-        session.runner.roll_back()
+    early_start = early_start_of(session)
+    if early_start is not None:
+        early_start.roll_back()
     return original(*args, **options)
 
 

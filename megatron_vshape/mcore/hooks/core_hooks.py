@@ -18,6 +18,12 @@ from megatron.core import parallel_state
 from megatron.core.transformer import module as transformer_module
 
 from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.mcore.features.vocabulary.model import (
+    check_rows,
+    convert_rows,
+    has_shared_rows,
+    share_rows,
+)
 from megatron_vshape.mcore.hook import Function, Hook, replaces, replaces_always
 from megatron_vshape.mcore.hooks import libraries
 from megatron_vshape.mcore.hooks.session import Session
@@ -28,7 +34,6 @@ from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.setup import configure
 from megatron_vshape.mcore.setup.choice import resolve_schedule
 from megatron_vshape.mcore.setup.configure import StageLayout
-from megatron_vshape.mcore.setup.features import BuiltChunk, features
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.run_config import RunConfig, ScheduleChoice
 from megatron_vshape.mcore.setup.translate import log_translated, translate
@@ -161,29 +166,23 @@ def model_init(session: Session, original: Function) -> Function:
         original(*bound.args, **bound.kwargs)
         session.build.is_extensible = True
         # Before DDP and Float16Module wrap the model, which copy its parameters into buffers.
-        _build_features(session, pipeline, self, chunk or 0)
+        _share_vocabulary(session, pipeline, self, chunk or 0)
         libraries.patch_roll_converter(session, pipeline)
 
     return init
 
 
-def _build_features(session: Session, pipeline: RunConfig, model: Any, chunk: int) -> None:
-    """Let features change a chunk, before the library wraps it."""
+def _share_vocabulary(session: Session, pipeline: RunConfig, model: Any, chunk: int) -> None:
+    """Replace embedding and output layer of a chunk by the rows of this rank, if it shares them."""
     if chunk == 0:
         session.build.first_chunk = ref(model)
-    built = BuiltChunk(
-        pipeline=pipeline,
-        state=session.step,
-        first=session.build.first_chunk(),
-        model=model,
-        chunk=chunk,
-        rank=parallel_state.get_pipeline_model_parallel_rank(),
-        patch=session.patch_once,
-    )
+    if not pipeline.choice.shards_output_layer:
+        return
+    rank = parallel_state.get_pipeline_model_parallel_rank()
     with refusing():
-        # Only a feature whose option is given changes the chunk.
-        for feature in features():
-            feature.build_chunk(built)
+        first_chunk = session.build.first_chunk()
+        share_rows(first_chunk, model, pipeline.stage_map, rank, chunk)
+        convert_rows(session.patch_once)
 
 
 @replaces
@@ -197,10 +196,10 @@ def setup_embeddings(session: Session, original: Function, model: Any) -> None:
     """
     pipeline, build = session.pipeline, session.build
     first = build.tied_to.get(model)
-    if pipeline is not None:
+    if pipeline is not None and pipeline.choice.shards_output_layer and has_shared_rows(model):
         with refusing():
-            if any(feature.owns_embeddings(pipeline, model) for feature in features()):
-                return
+            check_rows(model)  # a library may have replaced the embedding
+        return
     if first is not None:
         _join(first, model)
         return

@@ -19,6 +19,7 @@ from megatron.core.utils import get_model_config
 from torch import nn
 
 from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.mcore.features.slices import share_slices
 from megatron_vshape.mcore.hook import Function, Hook, Replaced, Switched, replaces
 from megatron_vshape.mcore.hooks import libraries
 from megatron_vshape.mcore.layout.built_layers import check_layers
@@ -221,9 +222,7 @@ class Session:
             # For its errors only: each step calls it again with its own data iterator.
             iterators_by_chunk(data_iterator, len(model))
             chunks = [unwrapped(chunk) for chunk in model]  # names without wrapper prefixes
-            # A feature changes layers only if the schedule has its passes.
-            for feature in features():
-                feature.change_layers(self.step, chunks, pipeline.choice)
+            share_slices(self.step, chunks, pipeline.choice)
             defer_weight_gradients(self.step, chunks, pipeline.splits_graphs)
 
     def _check_model(self, pipeline: RunConfig, model: Sequence[nn.Module]) -> None:

@@ -21,6 +21,7 @@ from megatron.training import get_args
 from megatron.training.utils import print_rank_0
 
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.mcore.features.post_validation.early_step import early_start_of
 from megatron_vshape.mcore.hook import Function, Hook, Replaced, replaces, replaces_always
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.observe.iteration_log import IterationLog, size_layer_losses
@@ -223,9 +224,9 @@ def train(session: Session, original: Function, *args: Any, **options: Any) -> A
             print_rank_0(
                 session.connect(pipeline, arguments["model"], tokens, get_num_microbatches())
             )
-            runner = session.pipeline_runner(pipeline)
-            for line in runner.begin_training(arguments["optimizer"], get_args()):
-                print_rank_0(line)
+            early_start = early_start_of(session)
+            if early_start is not None:
+                _print_line(early_start.begin_training(arguments["optimizer"], get_args()))
     elif session.megatrons_own is None:
         _reject_unvalidated_schedule(get_args())
     if pipeline is not None or session.megatrons_own is not None:
@@ -389,6 +390,11 @@ def report_theoretical_memory(
         original(*args, **options)
 
 
+def _print_line(line: str | None) -> None:
+    if line is not None:
+        print_rank_0(line)
+
+
 def _print_results(session: Session) -> None:
     if session.is_idle:
         return
@@ -396,8 +402,9 @@ def _print_results(session: Session) -> None:
     if session.runner is None:  # a schedule of Megatron
         write_allocated(torch.cuda.max_memory_allocated(), group)
         return
-    for line in session.runner.end_training():
-        print_rank_0(line)
+    early_start = early_start_of(session)
+    if early_start is not None:
+        _print_line(early_start.end_training())
     copies = parallel_state.get_data_parallel_world_size()
     try:
         closing_line = session.runner.report.closing_line(group, copies)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_vshape.core.compiling import processors
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import RELEASE, ScheduleError
+from megatron_vshape.core.model.kinds import LOGITS, RELEASE, ScheduleError
 from megatron_vshape.core.request import AUTO
 from megatron_vshape.figures import write_figures
 from megatron_vshape.mcore.setup.choice import GIB
@@ -202,13 +202,10 @@ class RunReport:
         )
         movable = {} if self.external_memory is None else self.external_memory.bytes_by_stage
         moved = {stage: passes * size for stage, size in movable.items()}
-        kinds = [kind for feature in features() for kind in feature.measured_kinds]
-        allocated = {
-            kind.takes: max(
-                (tracker.added_bytes(kind, stage) for stage in self.stages), default=0.0
-            )
-            for kind in kinds
-        }
+        logits_bytes = max(
+            (tracker.added_bytes(LOGITS, stage) for stage in self.stages), default=0.0
+        )
+        allocated = {LOGITS.takes: logits_bytes}
         shared = {self.stages[chunk]: sizes for chunk, sizes in tracker.shared.items()}
         self._memory = Memory(
             tracker.peak_bytes,

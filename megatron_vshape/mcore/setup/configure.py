@@ -26,6 +26,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES
 from megatron_vshape.core.request import AUTO
 from megatron_vshape.mcore.layout import hybrid, multi_token
+from megatron_vshape.mcore.layout.shared_vocabulary import SharedEnds, pad_vocabulary
 from megatron_vshape.mcore.layout.stage_map import Split, StageMap, megatrons_text, split_layers
 from megatron_vshape.mcore.options import Options, options_of, watchdog_seconds
 from megatron_vshape.mcore.refusals import (
@@ -44,7 +45,6 @@ from megatron_vshape.mcore.setup.choice import (
     resolve_schedule,
     translate_and_check,
 )
-from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.megatron_schedules import (
     changing_counts,
     check_interleaved,
@@ -201,8 +201,8 @@ def _set_stages(args: Namespace, config: RunConfig) -> None:
     """Set the chunks per rank, or the stages of a hybrid pattern, in Megatron's arguments."""
     stage_map = config.stage_map
     # Before Megatron's validation, which computes further arguments from these.
-    for feature in features():
-        feature.change_arguments(args, config)
+    if config.choice.shards_output_layer:
+        pad_vocabulary(args, stage_map.num_ranks)
     pattern = getattr(args, hybrid.OPTION, None)
     if pattern is None:
         # Also for one chunk: Megatron then uses the layer counts of the layout.
@@ -272,7 +272,7 @@ def build_config(
     options = replace(options, layer_split=translated.layer_split, keep_order=keeps_order)
     # 3. The layers of every stage, and the costs of such stages.
     limit_bytes = _limit_bytes(choice, options)
-    ends = next(filter(None, (feature.ends(choice) for feature in features())), None)
+    ends = SharedEnds() if choice.shards_output_layer else None
     text, costs = options.layer_split, choice.costs
     split = split_layers(model, choice.placement, text, costs, limit_bytes, ends, options.encoder)
     stage_map = StageMap(choice.placement, split.layers, multi_token.num_predicting(model))

@@ -34,8 +34,9 @@ from megatron_vshape.mcore.layout.stage_map import megatrons_text, split_layers
 from megatron_vshape.mcore.options import INPUTS_OF_PLANS, OPTIONS, Options, options_of
 from megatron_vshape.mcore.refusals import BATCH_SIZES, UnsupportedError
 from megatron_vshape.mcore.setup.choice import narrowed, resolve_schedule
-from megatron_vshape.mcore.setup.features import adapted_costs, features
+from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
+from megatron_vshape.mcore.setup.plans import adapted_costs
 from megatron_vshape.mcore.setup.run_config import Settings
 from megatron_vshape.mcore.setup.translate import check_splits_nothing_else
 

@@ -26,6 +26,15 @@ from megatron_vshape.core.model.pieces import recut
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.plan import plan_request
+from megatron_vshape.core.planner.vocabulary import (
+    PENDING_LOGITS,
+    in_proportion,
+    most_logits_bytes,
+    share_forwards,
+    uniform_shared,
+    with_vocabulary_passes,
+    without_shared,
+)
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.program.lowering import (
     DeferredWgradOverlap,
@@ -43,7 +52,6 @@ from megatron_vshape.core.request import (
     limits_of,
 )
 from megatron_vshape.mcore.setup.choice import GIB
-from megatron_vshape.mcore.setup.features import adapted_costs, adapted_schedule, features
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.planned_step import PlannedStep
 from megatron_vshape.mcore.setup.run_config import ScheduleChoice
@@ -109,10 +117,10 @@ class Planner:
             state_bytes + self._messages * self._message_bytes for state_bytes in self.static_bytes
         )
 
-    def configure(self, choice: ScheduleChoice) -> None:
-        """Plan with this choice from now on."""
-        if choice != self.choice:
-            self.choice = choice
+    def narrow_slices(self, counts: tuple[int, ...]) -> None:
+        """Choose only among these numbers of slices per microbatch from now on."""
+        if counts != self.choice.slices:
+            self.choice = replace(self.choice, slices=counts)
             self._training.clear()
 
     def expect_length_on_arrival(self) -> None:
@@ -172,7 +180,8 @@ class Planner:
             schedule = with_full_backwards(schedule, self.choice.whole_stages)
         costs = self._costs_of(schedule)
         # 2. Passes of features, which are placed between the F, B and W that the run has.
-        schedule = adapted_schedule(schedule, costs)
+        if costs is not None:
+            schedule = with_vocabulary_passes(schedule, costs)
         # 3. Pairs of adjacent F and B; after 2, whose passes could come between the two.
         if self.choice.may_overlap:
             schedule = pair_adjacent(schedule, costs)
@@ -258,8 +267,8 @@ class Planner:
             # Without backwards no memory has to be balanced: all schedules run the F of a placement
             # alike.
             wave = forward_wave(self.choice.placement, self.choice.num_devices, num_microbatches)
-            for feature in features():
-                wave = feature.adapt_evaluation(self.choice, wave)
+            if self.choice.shards_output_layer:
+                wave = share_forwards(wave)
             program = lower(
                 wave, kernels=self.choice.kernels, length_on_arrival=self._length_on_arrival
             )
@@ -269,7 +278,8 @@ class Planner:
     def smallest(self) -> Program:
         """Return a small program that uses every P2P stream of this planner's other programs."""
         schedule = one_microbatch(self.choice.placement, self.choice.num_devices)
-        return lower(adapted_schedule(schedule, self._costs_of(schedule)))
+        costs = self._costs_of(schedule)
+        return lower(schedule if costs is None else with_vocabulary_passes(schedule, costs))
 
     @property
     def _known_costs(self) -> Costs:
@@ -356,9 +366,9 @@ class Planner:
             return None
         available = tuple(limit - reserved_memory for reserved_memory in reserved)
         min_bytes = min_memory(costs, self.choice.placement, self.choice.num_devices)
-        # A schedule needs at least one microbatch at a time, plus the passes of features.
-        feature_bytes = sum(feature.least_bytes(costs) for feature in features())
-        required = [num_bytes + feature_bytes for num_bytes in min_bytes]
+        # A schedule needs at least one microbatch at a time, plus its logits in a separate pass.
+        logits_bytes = most_logits_bytes(costs, min(PENDING_LOGITS))
+        required = [num_bytes + logits_bytes for num_bytes in min_bytes]
         if all(n <= limit_of_rank for n, limit_of_rank in zip(required, available, strict=True)):
             return available
         min_limit = max(
@@ -373,6 +383,17 @@ class Planner:
             f"nothing fits --pipeline-memory-limit {limit / GIB:g}: {rows}; the least "
             f"limit is {math.ceil(1000 * min_limit / GIB) / 1000:.3f} GiB"
         )
+
+
+def adapted_costs(choice: ScheduleChoice, costs: Costs | None, num_stages: int) -> Costs | None:
+    """Return the costs of a run: with vocabulary passes if it shares the vocabulary, else without.
+
+    Costs of vocabulary passes are estimated if unknown. None: all passes have equal costs.
+    """
+    if not choice.shards_output_layer:
+        return costs and without_shared(costs)
+    uniform = uniform_shared(choice.num_devices, num_stages)
+    return in_proportion(costs or uniform, choice.estimate or uniform)
 
 
 def one_microbatch(placement: Placement, num_devices: int) -> Schedule:

@@ -101,7 +101,7 @@ class _Look(StepHook):
         if has_mamba and _lacks_seq_idx(packed):
             self._without_seq_idx.add(stage)
 
-    def ends_forward(self, stage: int, number: int, output: Tensor) -> None:
+    def ends_forward(self, stage: int, is_last: bool, number: int, output: Tensor) -> None:
         """Record an output without gradient: autograd found no trainable parameter before it."""
         if not output.requires_grad:
             self._cut_off.add(stage)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import math
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -33,9 +31,10 @@ from megatron_vshape.mcore.refusals import (
     refusing,
     uses_stash,
 )
-from megatron_vshape.mcore.setup.features import feature_modules, features
+from megatron_vshape.mcore.setup.features import feature_modules
 from megatron_vshape.mcore.setup.plans import Agreement, Planner
 from megatron_vshape.mcore.setup.run_config import RunConfig
+from megatron_vshape.mcore.setup.slices import check_sequence, even_slices
 from megatron_vshape.mcore.step.first_step import FirstStep
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.step.losses import LossGatherer, checked_late
@@ -46,7 +45,15 @@ from megatron_vshape.mcore.step.microbatches import (
     read_again,
     share_iterators,
 )
-from megatron_vshape.mcore.step.stage import MegatronStage, StepContext, StepFeature
+from megatron_vshape.mcore.step.stage import (
+    MegatronStage,
+    PreparedStep,
+    StepContext,
+    StepData,
+    StepFeature,
+    StepRequest,
+    TrainerCall,
+)
 from megatron_vshape.mcore.step_state import StepState, device_of
 from megatron_vshape.runtime.failures import (
     forget_cause,
@@ -105,19 +112,17 @@ class PipelineRunner:
         with refusing():
             _check_shapes(self.pipeline.choice.name, adjust_tensor_shapes_fn)
         # Megatron calls by keyword. A parameter that a later release adds fails here, by its name.
-        context = StepContext(self._state, self.pipeline, **arguments)
+        call = TrainerCall(**arguments)
         with refusing():
-            check_one_module(self.pipeline.choice.name, p2p_communicator, context.pg_collection)
-        for step_feature in self._step_features:
-            step_feature.check(context)
+            check_one_module(self.pipeline.choice.name, p2p_communicator, call.pg_collection)
         # In every step: scripts and libraries change the config after all checks of arguments.
-        check_config(context.config)
-        for feature in features():
-            feature.check_config(context.config, self.pipeline.options)
+        check_config(call.config)
+        for step_feature in self._step_features:
+            step_feature.check(call)
         # If this rank fails, its error is sent to the ranks that wait for it, so that they report
         # the cause instead of a timeout.
-        with _megatrons_timer(context.config), publishing_cause(TransportError):
-            return self._evaluate(context) if context.forward_only else self._train(context)
+        with _megatrons_timer(call.config), publishing_cause(TransportError):
+            return self._evaluate(call) if call.forward_only else self._train(call)
 
     def connect(self, model: Any) -> str | None:
         """Create the P2P connections of all ranks now instead of in the first step.
@@ -158,23 +163,6 @@ class PipelineRunner:
             None,
         )
 
-    def begin_training(self, optimizer: Any, args: Namespace) -> list[str]:
-        """Let features see the trainer's optimizer and arguments; return lines for the log."""
-        lines = [
-            step_feature.begin_training(optimizer, args) for step_feature in self._step_features
-        ]
-        return [line for line in lines if line is not None]
-
-    def end_training(self) -> list[str]:
-        """Let features end after the last step; return lines for the log."""
-        lines = [step_feature.end_training() for step_feature in self._step_features]
-        return [line for line in lines if line is not None]
-
-    def roll_back(self) -> None:
-        """Roll back a step that was started early; all ranks of the pipeline call this together."""
-        for step_feature in self._step_features:
-            step_feature.roll_back()
-
     def drop_step(self) -> None:
         """Drop the state of a step that is rolled back."""
         for step_feature in self._step_features:
@@ -196,8 +184,8 @@ class PipelineRunner:
         again.
         """
         self._state.jobs.clear()
-        for layer_values in self._state.kept:
-            layer_values.clear()
+        for drop_values in self._state.drop_values:
+            drop_values()
         for step_feature in self._step_features:
             step_feature.clear()
         if self._transport is not None:
@@ -205,13 +193,18 @@ class PipelineRunner:
             self._transport = None
             forget_cause()
 
-    def _evaluate(self, context: StepContext) -> list[Any]:
+    def _request(self, call: TrainerCall) -> StepRequest:
+        """Let features prepare for the step of this call."""
+        request = StepRequest(call)
+        for step_feature in self._step_features:
+            request = step_feature.prepare(request)
+        return request
+
+    def _evaluate(self, call: TrainerCall) -> list[Any]:
         """Run the forward passes of an evaluation step, and return the loss reports."""
-        # Evaluation may follow a step that was started early: its microbatches, random numbers and
-        # messages belong to the next training step.
-        self.roll_back()
+        request = self._request(call)
         self.report.interrupt()
-        run = self.prepare_step(context)
+        context, run = self.prepare_step(request.call)
         # DDP's `no_sync` as in training: Megatron's schedules enter it for evaluation, too.
         with (
             context.gradient_sync.without_ddp(),
@@ -223,22 +216,19 @@ class PipelineRunner:
         _release_inputs(context.chunks)
         return self._reports(context)
 
-    def _train(self, context: StepContext) -> list[Any]:
+    def _train(self, call: TrainerCall) -> list[Any]:
         """Run all passes of a training step, finalize gradients, and return the loss reports."""
         # Buffers of the last step's losses were kept while a slower rank could still receive them.
         self._gatherer.wait_for_sends()
-        for step_feature in self._step_features:
-            step_feature.prepare(context)
-        profiled = self._profiler.begin_step(context.torch_device)
-        timer = self.meter.begin_step(context.num_microbatches, context.torch_device, profiled)
+        request = self._request(call)
+        profiled = self._profiler.begin_step(call.torch_device)
+        timer = self.meter.begin_step(call.num_microbatches, call.torch_device, profiled)
         # A feature may have run the first passes of this step already, at the end of the last one.
-        started = (step_feature.take_started(context) for step_feature in self._step_features)
-        context, run = next(filter(None, started), None) or (
-            context,
-            # Measured costs must be those of separate passes, so a profiled B runs no jobs of a W.
-            self.prepare_step(context, timer, fills_waits=profiled is None),
+        # Measured costs must be those of separate passes, so a profiled B runs no jobs of a W.
+        context, run = request.started or self.prepare_step(
+            request.call, timer, fills_waits=profiled is None
         )
-        tokens = context.num_microbatches * context.micro_batch_size * context.seq_length
+        tokens = call.num_microbatches * call.micro_batch_size * call.seq_length
         sync = context.gradient_sync
         with (
             self.report.training_step(
@@ -267,88 +257,104 @@ class PipelineRunner:
 
     def prepare_step(
         self,
-        context: StepContext,
+        call: TrainerCall,
         timer: Observer | None = None,
         fills_waits: bool = True,
         cut: Callable[[Program], Program] | None = None,
-    ) -> ProgramRun:
+    ) -> PreparedStep:
         """Prepare a step with everything that its passes need, without running any pass.
 
         Args:
-            context: The step; its other fields are set here.
+            call: The trainer's arguments.
             timer: Measures the passes of the step.
             fills_waits: Whether a B that waits runs weight gradients meanwhile.
             cut: Returns the program to run in place of that of the plan.
         """
-        config = context.config
+        config, device = call.config, call.torch_device
         # The paged stash records the order of the passes, so it has to see the final one.
-        _begin_paged_stash(config, not context.forward_only and self._profiler.order_is_last)
+        _begin_paged_stash(config, not call.forward_only and self._profiler.order_is_last)
         # Callers may pass their own groups; the default is that of Megatron's schedules.
-        group_collection = context.pg_collection
-        context.groups = _default_groups() if group_collection is None else group_collection
-        pipeline_group = context.groups.pp
+        groups = _default_groups() if call.pg_collection is None else call.pg_collection
         # Before the transport, because the parts of a microbatch have smaller messages.
-        passes = (
-            step_feature.passes_per_microbatch(context) for step_feature in self._step_features
-        )
-        context.passes_per_microbatch = 1 if context.forward_only else math.prod(passes)
-        context.shape = _message_shape(context)
+        passes = self._passes_per_microbatch(call)
+        shape = _message_shape(call, groups, passes)
         # The message shape can change between steps: evaluation runs every microbatch in one pass.
-        context.transport = self._ready_transport(
-            config, context.shape, context.torch_device, pipeline_group
-        )
-        context.local_ranks = self.local_ranks
+        transport = self._ready_transport(config, shape, device, groups.pp)
         # Before planning, which a parameter all-gather can overlap with.
-        context.gradient_sync = _gradient_sync(context)
-        context.program, context.wgrad_overlaps = self._program(context, fills_waits)
+        gradient_sync = _gradient_sync(call, self.pipeline, passes)
+        program, wgrad_overlaps = self._program(call, groups, fills_waits)
         # After planning: reordering microbatches needs the plan.
-        self._set_iterators(context)
-        if cut is not None:
-            context.program = cut(context.program)
+        data, second_reader = self._data(call, groups)
         # A new object per step: a library reads it after the step, for the order of its records.
-        self.calls = ForwardCalls(context.order)
-        context.forward_step = self.calls.counting(
-            context.forward_step_func,
-            context.chunks,
+        self.calls = ForwardCalls(data.order)
+        context = StepContext(
+            call,
             self._state,
-            has_loss=pipeline_group.rank() == self.pipeline.stage_map.loss_rank,
+            self.pipeline,
+            groups,
+            passes,
+            shape,
+            transport,
+            gradient_sync,
+            program if cut is None else cut(program),
+            wgrad_overlaps,
+            data,
+            forward_step=self.calls.counting(
+                call.forward_step_func,
+                call.chunks,
+                self._state,
+                has_loss=groups.pp.rank() == self.pipeline.stage_map.loss_rank,
+            ),
+            num_tokens=torch.zeros([], dtype=torch.int, device=device),
+            second_reader=second_reader,
+            local_ranks=self.local_ranks,
         )
-        context.num_tokens = torch.zeros([], dtype=torch.int, device=context.torch_device)
         # Last, because the StepHooks read everything above, and register for the passes.
         hooks = (step_feature.begin(context) for step_feature in self._step_features)
         context.hooks += [hook for hook in hooks if hook is not None]
-        return ProgramRun(
+        run = ProgramRun(
             program=context.program,
-            device=pipeline_group.rank(),
+            device=groups.pp.rank(),
             stages=_stages(context),
-            transport=context.transport,
+            transport=transport,
             observer=timer,
             place=self._place,
             handlers=context.handlers(),
         )
+        return PreparedStep(context, run)
 
-    def _set_iterators(self, context: StepContext) -> None:
-        """Set the data iterator of each chunk, and the order of the microbatches."""
-        context.iterators = iterators_by_chunk(context.data_iterator, len(context.chunks))
-        context.order = context.again = None
-        if not context.forward_only:
+    def _passes_per_microbatch(self, call: TrainerCall) -> int:
+        """Return the number of F passes of a microbatch per stage: slices, in training only."""
+        slices = self.planner.choice.slices
+        if call.forward_only:
+            return 1
+        if isinstance(slices, int):
+            with refusing():
+                check_sequence(slices, call.seq_length, call.config)
+            return slices
+        self.planner.narrow_slices(even_slices(slices, call.seq_length, call.config))
+        return self.planner.plan_step(call.num_microbatches).schedule.slices
+
+    def _data(self, call: TrainerCall, groups: Any) -> tuple[StepData, Any]:
+        """Return the data of a step, and a second reader of the last chunk's data, if needed."""
+        data = StepData(iterators_by_chunk(call.data_iterator, len(call.chunks)))
+        if not call.forward_only:
             # Before `share_iterators`, so that chunks that share an iterator also share its order.
             for step_feature in self._step_features:
-                step_feature.change_data(context)
+                data = step_feature.change_data(call, groups, data)
         # A loss of logits is computed on every rank, which reads the last chunk's data once more.
-        if any(step_feature.reads_again for step_feature in self._step_features):
-            context.iterators, context.again = read_again(context.iterators)
-        else:
-            context.iterators = share_iterators(context.iterators)
+        if not self.pipeline.choice.shards_output_layer:
+            return data._replace(iterators=share_iterators(data.iterators)), None
+        iterators, second_reader = read_again(data.iterators)
+        return data._replace(iterators=iterators), second_reader
 
     def _program(
-        self, context: StepContext, fills_waits: bool
+        self, call: TrainerCall, groups: Any, fills_waits: bool
     ) -> tuple[Program, Mapping[Pass, DeferredWgradOverlap]]:
         """Return the program of all ranks, and the W jobs that its B's overlap with."""
-        planner = self.planner
-        if context.forward_only:
-            return planner.evaluation_program(context.num_microbatches), {}
-        plan = planner.plan_step(context.num_microbatches)
+        if call.forward_only:
+            return self.planner.evaluation_program(call.num_microbatches), {}
+        plan = self.planner.plan_step(call.num_microbatches)
         # Collective, and before any pass: later, a rank with another program would only be noticed
         # as a message that never arrives.
         with refusing():
@@ -356,19 +362,20 @@ class PipelineRunner:
             self._agreement.check(
                 plan.program,
                 plan.wgrad_overlaps,
-                context.num_microbatches,
-                self._dependent_groups(context),
+                call.num_microbatches,
+                self._dependent_groups(call.config, groups),
             )
         return plan.program, plan.wgrad_overlaps if fills_waits else {}
 
-    def _dependent_groups(self, context: StepContext) -> Sequence[dist.ProcessGroup | None]:
+    def _dependent_groups(
+        self, config: Any, groups: Any
+    ) -> Sequence[dist.ProcessGroup | None]:
         """Return the groups whose ranks need the same program; None is the group of all ranks.
 
         Data-parallel replicas may run different numbers of microbatches, as with Megatron's
         schedules: in a named schedule the chunks of a rank end in the same order for any number, so
         their gradient reductions match.
         """
-        config, groups = context.config, context.groups
         tensor = config.tensor_model_parallel_size
         expert_tensor = config.expert_tensor_parallel_size or tensor
         has_expert_groups = config.expert_model_parallel_size > 1 or expert_tensor != tensor
@@ -383,10 +390,10 @@ class PipelineRunner:
         """Return the losses on the ranks where the trainer reads them."""
         # Megatron reads losses on the last pipeline rank; in a V, the last stage is on rank 0.
         reports = self._gatherer.send_to_last_rank(
-            in_data_order(context.loss_store, context.order),
+            in_data_order(context.loss_store, context.data.order),
             self.pipeline.stage_map.loss_rank,
             context.groups.pp,
-            context.torch_device,
+            context.call.torch_device,
         )
         if not self.overlaps_steps:
             self._gatherer.wait_for_sends()
@@ -428,12 +435,12 @@ class PipelineRunner:
     @property
     def overlaps_steps(self) -> bool:
         """Return whether a rank may start the next step before others have ended this one."""
-        return any(step_feature.overlaps_steps for step_feature in self._step_features)
+        return self.pipeline.options.post_validates
 
     def _finalize(self, context: StepContext) -> None:
         """Call Megatron's finalization of gradients, as its schedules do at their end."""
         groups, finalize = context.groups, context.config.finalize_model_grads_func
-        options = {"pg_collection": groups, "force_all_reduce": context.force_all_reduce}
+        options = {"pg_collection": groups, "force_all_reduce": context.call.force_all_reduce}
         if not context.config.calculate_per_token_loss:
             finalize(context.chunks, None, **options)
             return
@@ -475,40 +482,40 @@ def _stages(context: StepContext) -> Mapping[int, Stage]:
     }
 
 
-def _gradient_sync(context: StepContext) -> GradientSync:
+def _gradient_sync(call: TrainerCall, pipeline: RunConfig, passes: int) -> GradientSync:
     """Create the data-parallel communication of the step, and start its gathers."""
     with refusing():
         sync = GradientSync(
-            context.config,
-            context.chunks,
-            context.pipeline,
-            num_microbatches=context.num_microbatches * context.passes_per_microbatch,
-            force_all_reduce=context.force_all_reduce,
-            forward_only=context.forward_only,
+            call.config,
+            call.chunks,
+            pipeline,
+            num_microbatches=call.num_microbatches * passes,
+            force_all_reduce=call.force_all_reduce,
+            forward_only=call.forward_only,
         )
     # Starts the gathers of all chunks now; layers wait for theirs in the first F.
-    if not context.forward_only:
+    if not call.forward_only:
         sync.gather_parameters()
     return sync
 
 
-def _message_shape(context: StepContext) -> tuple[int, ...]:
+def _message_shape(call: TrainerCall, groups: Any, passes: int) -> tuple[int, ...]:
     """Return the shape [s, b, h] of a P2P message; each pass has an equal part of the sequence.
 
     With several residual streams (mHC, in Megatron after 0.19) h includes all of them.
     """
-    config, passes = context.config, context.passes_per_microbatch
+    config = call.config
     if config.variable_seq_lengths:  # Megatron computes the shape of full-length messages
         config = copy.copy(config)
         config.variable_seq_lengths = False
-    decoder_length = context.decoder_seq_length
+    decoder_length = call.decoder_seq_length
     *shape, hidden = schedules.get_tensor_shapes(
-        seq_length=context.seq_length // passes,
-        micro_batch_size=context.micro_batch_size,
+        seq_length=call.seq_length // passes,
+        micro_batch_size=call.micro_batch_size,
         decoder_seq_length=decoder_length and decoder_length // passes,
         config=config,
-        tp_group=context.groups.tp,
-        cp_group=context.groups.cp,
+        tp_group=groups.tp,
+        cp_group=groups.cp,
     )[0]
     return *shape, hidden * _num_streams(config)
 

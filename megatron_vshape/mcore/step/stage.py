@@ -7,7 +7,6 @@ the stages use optional features only through these two classes.
 from __future__ import annotations
 
 import contextlib
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -65,8 +64,13 @@ class PassResults(NamedTuple):
     gradient: Tensor | None  # gradient of the input
 
 
-PassRunner = Callable[[Any, Forward | None, Backward | None], PassResults]
-"""Runs an F, a B or both for a TransformerConfig."""
+class PassRunner(NamedTuple):
+    """Functions of a feature that run passes instead of Megatron's step functions."""
+
+    # Runs an F, a B or both overlapped for a TransformerConfig.
+    run: Callable[[Any, Forward | None, Backward | None], PassResults]
+    # Yields tensors that the output of an F retains outside of its autograd graph.
+    retained: Callable[[Tensor], Iterator[Tensor]]
 
 
 class StepHook:
@@ -76,8 +80,7 @@ class StepHook:
     """
 
     makes_loss = False  # computes the loss instead of the F of the last stage
-    # Runs the passes instead of Megatron's step functions; it can overlap an F with a B.
-    run_passes: PassRunner | None = None
+    pass_runner: PassRunner | None = None  # runs the passes; it can overlap an F with a B
 
     def handlers(self) -> Mapping[Kind, Handler]:
         """Return the functions that run this feature's kinds of passes."""
@@ -87,9 +90,6 @@ class StepHook:
         """Return the context manager for the passes of the step."""
         return nullcontext()
 
-    def tokens_of(self, number: int) -> TokenRange | None:
-        """Return the tokens of passes with this number; None for all of a microbatch."""
-
     def forward(self, stage: int, is_last: bool, number: int, step: ForwardStep) -> ForwardStep:
         """Return the replacement of the trainer's function in F."""
         return step
@@ -98,41 +98,26 @@ class StepHook:
         """Return the output of an F, with its graph, for B."""
         return output
 
-    def ends_forward(self, stage: int, number: int, output: Tensor) -> None:
-        """Observe the end of an F; `output` still has its data."""
+    def ends_forward(self, stage: int, is_last: bool, number: int, output: Tensor) -> None:
+        """Handle the end of an F in training; `output` still has its data."""
 
-    def retained(self, output: Tensor) -> Iterator[Tensor]:
-        """Yield tensors that the output of an F retains outside of its autograd graph."""
-        return iter(())
+    def before_backward(
+        self, work: Pass, is_last: bool, gradient: Tensor | None
+    ) -> Tensor | None:
+        """Make the data of a B, BW or W available; return the gradient of the stage's output.
 
-    def sent(self, stage: int, number: int, output: Tensor) -> None:
-        """Handle the output of the last stage's F, without its graph, which is not sent."""
-
-    def begins(self, work: Pass) -> None:
-        """Make the data of a B, BW or W available before it runs."""
-
-    def gradient(self, is_last: bool, number: int, received: Tensor | None) -> Tensor | None:
-        """Return the gradient of a stage's output for its B."""
-        return received
+        `gradient` is the received one; it is None on the last stage, and for a W.
+        """
+        return gradient
 
 
-def _unset() -> Any:
-    """Declare a field that the constructor does not set, and that does not count for equality."""
-    return field(init=False, compare=False, repr=False)
+@dataclass(frozen=True, slots=True)
+class TrainerCall:
+    """The trainer's arguments of a step: parameters of Megatron's function, by their names.
 
-
-@dataclass(slots=True)
-class StepContext:
-    """One step of a rank: the trainer's arguments, and everything that its passes share.
-
-    Two steps are equal if the trainer's arguments are, as in all training steps of a run: a step
-    that was started early is then the one that the trainer asks for. Fields without a default are
-    set by `PipelineRunner.prepare_step`.
+    They are equal in all training steps of a run.
     """
 
-    state: StepState = field(compare=False)
-    pipeline: RunConfig = field(compare=False)
-    # The parameters of Megatron's function, except adjust_tensor_shapes_fn and p2p_communicator.
     forward_step_func: Any
     data_iterator: Any
     model: Any
@@ -146,42 +131,75 @@ class StepContext:
     pg_collection: Any = None
     force_all_reduce: bool | None = False
 
-    chunks: list[nn.Module] = _unset()  # the model chunks of this rank
-    config: Any = _unset()  # Megatron's TransformerConfig
-    groups: Any = _unset()  # Megatron's ProcessGroupCollection
-    forward_step: ForwardStep = _unset()  # forward_step_func, whose calls are recorded
-    passes_per_microbatch: int = _unset()  # each F of a microbatch has an equal part of it
-    shape: tuple[int, ...] = _unset()  # [s, b, h] of a P2P message
-    transport: Transport = _unset()
-    gradient_sync: GradientSync = _unset()
-    program: Program = _unset()
-    wgrad_overlaps: Mapping[Pass, DeferredWgradOverlap] = _unset()  # B -> W jobs in it
-    iterators: list[Any] = _unset()  # data iterators by chunk
-    order: Sequence[int] | None = _unset()  # microbatches in execution order; None: as given
-    again: Any = _unset()  # second reader of the last chunk's data, if a feature reads it again
-    local_ranks: int | None = _unset()  # number of ranks on this host
-    num_tokens: Tensor = _unset()  # of this rank's microbatches; only the last stage counts them
-    # Of the features in `features()` that act in this step: without options, none, and `FirstStep`
-    # in the first one.
-    hooks: list[StepHook] = field(default_factory=list, init=False, compare=False)
-    loss_store: list[Any] = field(default_factory=list, init=False, compare=False)
-    num_replayed: int = field(default=0, init=False, compare=False)  # passes with CUDA graphs
-
-    def __post_init__(self) -> None:
-        """Set the chunks and their config."""
+    @property
+    def chunks(self) -> list[nn.Module]:
+        """The model chunks of this rank."""
         # Megatron passes a list only if there are several chunks.
-        self.chunks = self.model if isinstance(self.model, list) else [self.model]
-        self.config = get_model_config(self.chunks[0])
+        return self.model if isinstance(self.model, list) else [self.model]
 
     @property
-    def stages(self) -> tuple[int, ...]:
-        """The stages of this rank, by chunk."""
-        return self.pipeline.stage_map.stages(self.groups.pp.rank())
+    def config(self) -> Any:
+        """Megatron's TransformerConfig."""
+        return get_model_config(self.chunks[0])
 
     @property
     def torch_device(self) -> torch.device:
         """The device of the model."""
         return device_of(self.chunks)
+
+
+class StepData(NamedTuple):
+    """The data of a step: iterators, and the order of the microbatches."""
+
+    iterators: list[Any]  # by chunk
+    order: Sequence[int] | None = None  # microbatches in execution order; None: as given
+
+
+@dataclass(slots=True, eq=False)
+class StepContext:
+    """One step of a rank, with everything that its passes share."""
+
+    call: TrainerCall
+    state: StepState
+    pipeline: RunConfig
+    groups: Any  # Megatron's ProcessGroupCollection
+    passes_per_microbatch: int  # each F of a microbatch has an equal part of it
+    shape: tuple[int, ...]  # [s, b, h] of a P2P message
+    transport: Transport
+    gradient_sync: GradientSync
+    program: Program
+    wgrad_overlaps: Mapping[Pass, DeferredWgradOverlap]  # B -> W jobs in it
+    data: StepData
+    forward_step: ForwardStep  # the trainer's function, whose calls are recorded
+    num_tokens: Tensor  # of this rank's microbatches; only the last stage counts them
+    second_reader: Any = None  # of the last chunk's data, if a feature reads it again
+    local_ranks: int | None = None  # number of ranks on this host
+    # Of the features that act in this step: without options, none, and `FirstStep` in the first
+    # one. They get the context, so they follow it.
+    hooks: list[StepHook] = field(default_factory=list)
+    loss_store: list[Any] = field(default_factory=list)
+    num_replayed: int = 0  # passes with CUDA graphs
+    chunks: list[nn.Module] = field(init=False)  # the model chunks of this rank
+    config: Any = field(init=False)  # Megatron's TransformerConfig
+    forward_only: bool = field(init=False)
+    num_microbatches: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Copy the arguments that every pass reads."""
+        call = self.call
+        self.chunks, self.config, self.forward_only = call.chunks, call.config, call.forward_only
+        self.num_microbatches = call.num_microbatches
+
+    def tokens_of(self, number: int) -> TokenRange | None:
+        """Return the tokens of passes with this number; None for all of a microbatch."""
+        if self.passes_per_microbatch == 1:
+            return None
+        return TokenRange.of_pass(number, self.passes_per_microbatch, self.call.seq_length)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of this rank, by chunk."""
+        return self.pipeline.stage_map.stages(self.groups.pp.rank())
 
     def handlers(self) -> dict[Kind, Handler]:
         """Return the handlers of passes that do not belong to a stage, by kind."""
@@ -218,46 +236,39 @@ class StepContext:
             yield
 
 
-Started = tuple[StepContext, ProgramRun]
-"""A step, and the run of its program up to the passes that have run."""
+class PreparedStep(NamedTuple):
+    """A step, and the run of its program up to the passes that have run."""
+
+    context: StepContext
+    run: ProgramRun
+
+
+class StepRequest(NamedTuple):
+    """The step that the trainer requests."""
+
+    call: TrainerCall
+    started: PreparedStep | None = None  # this step, if it has been started already
 
 
 class StepFeature:
     """A feature in all steps of a run; the defaults do nothing."""
 
-    def check(self, context: StepContext) -> None:
+    def check(self, call: TrainerCall) -> None:
         """Reject a step that the feature does not support, before it is prepared."""
 
-    overlaps_steps = False  # a rank may start the next step before others have ended this one
-    reads_again = False  # the step needs a second reader of the last chunk's data
+    def prepare(self, request: StepRequest) -> StepRequest:
+        """Return the request with other data or a started step; all ranks call this."""
+        return request
 
-    def begin_training(self, optimizer: Any, args: Namespace) -> str | None:
-        """Called by Megatron-LM's trainer before the first step; returns a line for its log."""
-
-    def end_training(self) -> str | None:
-        """Called by Megatron-LM's trainer after the last step; returns a line for its log."""
-
-    def prepare(self, context: StepContext) -> None:
-        """Called before a training step is prepared; all ranks call this."""
-
-    def passes_per_microbatch(self, context: StepContext) -> int:
-        """Return the number of F passes of a microbatch per stage in a training step."""
-        return 1
-
-    def change_data(self, context: StepContext) -> None:
-        """Replace the `iterators` or the `order` of a training step, before chunks share them."""
+    def change_data(self, call: TrainerCall, groups: Any, data: StepData) -> StepData:
+        """Return the data of a training step, before chunks share iterators."""
+        return data
 
     def begin(self, context: StepContext) -> StepHook | None:
         """Return its hook in a step, or None."""
 
     def end(self, context: StepContext) -> None:
         """Called after the passes of a training step."""
-
-    def take_started(self, context: StepContext) -> Started | None:
-        """Return this step if it was started early; roll back another one that was."""
-
-    def roll_back(self) -> None:
-        """Roll back a step that was started early; all ranks of the pipeline call this together."""
 
     def drop_step(self) -> None:
         """Drop the state of a step that is rolled back."""
@@ -294,9 +305,10 @@ class MegatronStage:
         """Choose the functions that run passes: those of a feature, or Megatron's."""
         # A feature's runner can overlap an F with a B (--overlap-moe-expert-parallel-comm).
         self._feature_runner = next(
-            filter(None, (hook.run_passes for hook in self.step.hooks)), None
+            filter(None, (hook.pass_runner for hook in self.step.hooks)), None
         )
-        self._run_pass = self._feature_runner or run_by_megatron
+        runner = self._feature_runner
+        self._run_pass = run_by_megatron if runner is None else runner.run
 
     def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
         """Run F; afterwards only the caller owns the memory of the output."""
@@ -319,10 +331,10 @@ class MegatronStage:
         `gradient` is the gradient that `work` receives. While memory is measured, the two passes
         run one after the other.
         """
-        run = self._feature_runner
+        runner = self._feature_runner
         # Megatron's own step functions cannot overlap passes. While memory is measured, overlapped
         # passes would mix their allocations.
-        if self.step.state.tracker is not None or run is None:
+        if self.step.state.tracker is not None or runner is None:
             output_to_send = self.forward(microbatch, received)
             return output_to_send, getattr(backward_stage, work.kind.method)(
                 work.microbatch, gradient
@@ -338,7 +350,7 @@ class MegatronStage:
             contextlib.nullcontext() if is_full else jobs.collect(key),
         ):
             backward = backward_stage.backward_arguments(work.microbatch, gradient, is_full)
-            output, num_tokens, gradient = run(self.step.config, forward, backward)
+            output, num_tokens, gradient = runner.run(self.step.config, forward, backward)
         if is_full:
             self.step.gradient_sync.weights_done(backward_stage.chunk)
         elif work.kind is Kind.BW:
@@ -367,7 +379,7 @@ class MegatronStage:
         self.step.check_captured(Kind.W, self.chunk, microbatch)
         # Features bring back saved activations that they have moved, before the jobs read them.
         for hook in self.step.hooks:
-            hook.begins(work)
+            hook.before_backward(work, self.is_last, None)
         # In the last W of a chunk, the reduction of buckets without weight jobs can start.
         self.step.gradient_sync.weights_begin(self.chunk)
         self.step.state.jobs.run((self.stage, microbatch))
@@ -399,9 +411,7 @@ class MegatronStage:
 
     def _running(self, microbatch: int) -> AbstractContextManager[None]:
         """Set the running chunk and its tokens for code deep in the model."""
-        tokens = None
-        for hook in self.step.hooks:
-            tokens = hook.tokens_of(microbatch) or tokens
+        tokens = self.step.tokens_of(microbatch)
         return self.step.state.setting(running_chunk=self.chunk, tokens=tokens)
 
     def backward_arguments(
@@ -429,7 +439,7 @@ class MegatronStage:
         # Megatron's is_first_microbatch, with which TE casts weights to FP8 once per step. A chunk
         # may start with any microbatch, so its own first F counts.
         is_first = schedules.check_first_val_step(
-            step.first_val_step, step.forward_only, not self._has_run
+            step.call.first_val_step, step.forward_only, not self._has_run
         )
         self._has_run = True
         forward_step = step.forward_step
@@ -465,17 +475,13 @@ class MegatronStage:
         self._inputs[microbatch], self._outputs[microbatch] = forward.received, output
         self._count(Pass(Kind.F, self.stage, microbatch), output)
         for hook in step.hooks:
-            hook.ends_forward(self.stage, microbatch, output)
+            hook.ends_forward(self.stage, self.is_last, microbatch, output)
         if forward.makes_loss:
             return None
         # From here on only grad_fn of the output is needed; the alias owns its memory.
         output_to_send: Tensor = output.detach()
         schedules.deallocate_output_tensor(output, step.config.deallocate_pipeline_outputs)
-        if not self.is_last:
-            return output_to_send
-        for hook in step.hooks:
-            hook.sent(self.stage, microbatch, output_to_send)
-        return None
+        return None if self.is_last else output_to_send
 
     def _check_output(self, output: Any) -> None:
         """Raise UnsupportedError unless the output of an F can be sent to the next stage."""
@@ -494,8 +500,7 @@ class MegatronStage:
         """Run autograd from the output of F, and return the gradient of its input."""
         work = Pass(kind, self.stage, microbatch)
         for hook in self.step.hooks:
-            hook.begins(work)
-            received = hook.gradient(self.is_last, microbatch, received)
+            received = hook.before_backward(work, self.is_last, received)
         with self._running(microbatch):
             backward = self.backward_arguments(microbatch, received, kind is Kind.BW)
             gradient = self._run_pass(self.step.config, None, backward).gradient
@@ -510,10 +515,10 @@ class MegatronStage:
             return
         if output is not None:
             tracker.add_graph(output)
-            for hook in self.step.hooks:
-                for tensor in hook.retained(output):
-                    tracker.add(tensor)
-                    tracker.add_graph(tensor)
+            runner = self._feature_runner
+            for tensor in () if runner is None else runner.retained(output):
+                tracker.add(tensor)
+                tracker.add_graph(tensor)
         tracker.ends(work)
 
 
@@ -526,14 +531,14 @@ def run_by_megatron(config: Any, forward: Forward | None, backward: Backward | N
         # at the end of the model, its loss function. None: no partial activation checkpointing.
         output, num_tokens = schedules.forward_step(
             forward.forward_step,
-            step.iterators[forward.chunk],
+            step.data.iterators[forward.chunk],
             step.chunks[forward.chunk],
             step.num_microbatches,
             forward.received,
             step.loss_store,
             config,
             step.groups.cp.size(),
-            step.collect_non_loss_data,
+            step.call.collect_non_loss_data,
             None,
             forward.is_first,
             forward.microbatch,
@@ -578,7 +583,7 @@ def loss_maker(step: StepContext, reports: bool = True) -> Callable[..., Tensor 
             function,
             step.config,
             num_chunks - 1 if num_chunks > 1 else None,
-            step.collect_non_loss_data,
+            step.call.collect_non_loss_data,
             step.num_microbatches,
             store,
             step.groups.cp.size(),

@@ -10,9 +10,10 @@ from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import peak_moved, usable_host_bytes
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.request import AUTO
+from megatron_vshape.mcore.layout.shared_vocabulary import FLAG
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import UnsupportedError, captures_graphs, uses_stash
-from megatron_vshape.mcore.setup.features import Feature, features
+from megatron_vshape.mcore.setup.features import Feature
 from megatron_vshape.mcore.setup.run_config import Settings
 
 if TYPE_CHECKING:
@@ -46,10 +47,9 @@ class OffloadFeature(Feature):
     def check_stages(self, settings: Settings, stage_map: StageMap) -> None:
         """Reject features whose passes the plans cannot combine with copies."""
         choice = settings.choice
-        flag = next((feature.flag for feature in features() if feature.ends(choice)), None)
-        if flag and (choice.moves_memory or NAME in choice.enabled):
+        if choice.shards_output_layer and (choice.moves_memory or NAME in choice.enabled):
             raise UnsupportedError(
-                f"{flag} does not work with offloading of activations: the combination is not "
+                f"{FLAG} does not work with offloading of activations: the combination is not "
                 "implemented. Remove one of the two"
             )
 

@@ -30,17 +30,20 @@ class OffloadHook(StepHook):
         markers = {kind: counted(self._state, handlers[kind]) for kind in (RELEASE, RELOAD)}
         return handlers | markers
 
-    def ends_forward(self, stage: int, number: int, output: Tensor) -> None:
+    def ends_forward(self, stage: int, is_last: bool, number: int, output: Tensor) -> None:
         """Register the activations of an F; tensors that other passes read are not offloaded."""
         shared = chain.from_iterable(tensors() for tensors in self._state.shared_by_passes)
         self._offload.ends_forward(stage, number, output, shared)
 
-    def begins(self, work: Pass) -> None:
+    def before_backward(
+        self, work: Pass, is_last: bool, gradient: Tensor | None
+    ) -> Tensor | None:
         """Make the activations of a B, BW or W available."""
         if work.kind is Kind.W:
             self._offload.begins_weights(work)
         else:
             self._offload.begins_backward(work)
+        return gradient
 
 
 class OffloadSteps(StepFeature):
@@ -62,7 +65,8 @@ class OffloadSteps(StepFeature):
             return None
         if self._offload is None:
             sizes = choice.moved_limit_bytes, context.local_ranks
-            self._report.external_memory = self._offload = Offload(context.torch_device, *sizes)
+            self._offload = Offload(context.call.torch_device, *sizes)
+            self._report.external_memory = self._offload
         self._offload.keep(persistent(context.chunks))
         self._learns = offloads and not self._offload.has_learned(context.stages)
         return OffloadHook(context.state, self._offload)

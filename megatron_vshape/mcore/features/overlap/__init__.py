@@ -231,4 +231,4 @@ def in_steps(runner: PipelineRunner) -> StepFeature:
     """Return the runner of layer plans."""
     from megatron_vshape.mcore.features.overlap.layer_plans import OverlappedSteps
 
-    return OverlappedSteps()
+    return OverlappedSteps(runner.pipeline.choice.may_overlap)

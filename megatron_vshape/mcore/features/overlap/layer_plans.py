@@ -27,9 +27,11 @@ from megatron_vshape.mcore.step.stage import (
     Backward,
     Forward,
     PassResults,
+    PassRunner,
     StepContext,
     StepFeature,
     StepHook,
+    TrainerCall,
 )
 from megatron_vshape.runtime.weight_jobs import WeightJobs
 
@@ -61,7 +63,7 @@ def _run_by_layers(config: Any, forward: Forward | None, backward: Backward | No
     f, b = forward, backward
     output, num_tokens, gradient = combined_1f1b.combined_forward_backward_step(
         None if f is None else partial(_build_plan, f.forward_step),
-        None if f is None else f.step.iterators[f.chunk],
+        None if f is None else f.step.data.iterators[f.chunk],
         None if f is None else f.step.chunks[f.chunk],
         None if f is None else f.step.num_microbatches,
         None if f is None else f.received,
@@ -72,7 +74,7 @@ def _run_by_layers(config: Any, forward: Forward | None, backward: Backward | No
         None if b is None else b.gradient,
         config,
         f_model_chunk_id=None if f is None else f.vp_stage,
-        collect_non_loss_data=f is not None and f.step.collect_non_loss_data,
+        collect_non_loss_data=f is not None and f.step.call.collect_non_loss_data,
         is_first_microbatch=f is not None and f.is_first,
         current_microbatch=None if f is None else f.microbatch,
     )
@@ -110,25 +112,25 @@ def _retained_tensors(output: Tensor) -> Iterator[Tensor]:
 class LayerPlans(StepHook):
     """Runs the passes of a step by layer plans."""
 
-    run_passes = staticmethod(_run_by_layers)
-
-    def retained(self, output: Tensor) -> Iterator[Tensor]:
-        """Yield the tensors that the plan of an F's output retains."""
-        return _retained_tensors(output)
+    pass_runner = PassRunner(_run_by_layers, _retained_tensors)
 
 
 class OverlappedSteps(StepFeature):
     """Runs training steps by layer plans."""
 
-    def check(self, context: StepContext) -> None:
+    def __init__(self, uses_plans: bool) -> None:
+        """Set whether the run uses layer plans."""
+        self._uses_plans = uses_plans
+
+    def check(self, call: TrainerCall) -> None:
         """Reject a script whose forward step cannot return a layer plan."""
-        if context.pipeline.choice.may_overlap and not context.forward_only:
+        if self._uses_plans and not call.forward_only:
             with refusing():
-                check_script(context.forward_step_func)
+                check_script(call.forward_step_func)
 
     def begin(self, context: StepContext) -> StepHook | None:
         """Return the runner of the passes; evaluation runs them alone."""
-        if context.pipeline.choice.may_overlap and not context.forward_only:
+        if self._uses_plans and not context.forward_only:
             return LayerPlans()
         return None
 

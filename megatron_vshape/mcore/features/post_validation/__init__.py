@@ -88,6 +88,11 @@ REFUSALS = (
 """Options that post-validation rejects."""
 
 
+def check_config(config: Any) -> None:
+    """Raise UnsupportedError for an option of a config that post-validation does not support."""
+    check_refusals([refusal for refusal in REFUSALS if refusal.in_config], config, FLAG)
+
+
 class PostValidationFeature(Feature):
     """Rejects options of iterations that cannot be repeated, or that all ranks end together."""
 
@@ -106,11 +111,6 @@ class PostValidationFeature(Feature):
         """Reject options that post-validation does not support."""
         if settings.options.post_validates:
             check_refusals(REFUSALS, settings.model, FLAG)
-
-    def check_config(self, config: Any, options: Options) -> None:
-        """Reject such options of a config."""
-        if options.post_validates:
-            check_refusals([refusal for refusal in REFUSALS if refusal.in_config], config, FLAG)
 
     def hooks(self) -> tuple[Hook, ...]:
         """Return the feature's replacements of Megatron's attributes."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron_vshape.core.program.early_start import StopPoint, drain, prefix_before_loss
 from megatron_vshape.core.program.instructions import Program
+from megatron_vshape.mcore.features.post_validation import check_config
 from megatron_vshape.mcore.features.post_validation.optimizer import (
     PostValidation,
     check_optimizer,
@@ -18,16 +19,22 @@ from megatron_vshape.mcore.features.post_validation.optimizer import (
 from megatron_vshape.mcore.hook import Function, Hook, Session, replaces
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 from megatron_vshape.mcore.step.rewind import RandomState, Replay, finish_gathering
-from megatron_vshape.mcore.step.stage import Started, StepContext, StepFeature
-from megatron_vshape.runtime.program_runner import ProgramRun, run_drain
+from megatron_vshape.mcore.step.stage import (
+    PreparedStep,
+    StepContext,
+    StepData,
+    StepFeature,
+    StepRequest,
+    TrainerCall,
+)
+from megatron_vshape.runtime.program_runner import run_drain
 
 
 @dataclass(frozen=True, slots=True)
 class _EarlyStep:
     """The next step, started early, and the state to roll it back."""
 
-    context: StepContext
-    run: ProgramRun
+    step: PreparedStep
     stop_point: StopPoint  # number of instructions per rank that have run
     random_state: RandomState
 
@@ -35,12 +42,10 @@ class _EarlyStep:
 class EarlyStart(StepFeature):
     """Starts the next step before the optimizer step of the current one is validated."""
 
-    overlaps_steps = True
-
     def __init__(self, runner: PipelineRunner) -> None:
         """Set the runner, which prepares the step."""
         self._runner = runner
-        self._last: StepContext | None = None  # arguments of the last training step
+        self._last: TrainerCall | None = None  # arguments of the last training step
         self._early_step: _EarlyStep | None = None
         self._cached_prefix: tuple[Program, tuple[Program, StopPoint]] | None = None
         self._replays: list[Replay] = []
@@ -71,19 +76,18 @@ class EarlyStart(StepFeature):
             replay.mark()
         # Early forwards consume data and random numbers; both must be restored on a rollback.
         random_state = RandomState.now()
-        context = replace(self._last)
-        run = self._runner.prepare_step(context, cut=self._prefix_of)
+        step = self._runner.prepare_step(self._last, cut=self._prefix_of)
         assert self._cached_prefix is not None
         _, stop_point = self._cached_prefix[1]
-        self._early_step = _EarlyStep(context, run, stop_point, random_state)
-        run.advance(stop_point[context.groups.pp.rank()])
+        self._early_step = _EarlyStep(step, stop_point, random_state)
+        step.run.advance(stop_point[step.context.groups.pp.rank()])
 
     def roll_back(self) -> None:
         """Roll back the early part of the next step; does nothing if nothing has run early."""
         early_step, self._early_step = self._early_step, None
         if early_step is None:
             return
-        context = early_step.context
+        context = early_step.step.context
         # Early forwards may have sent messages without a matching receive yet. Complete them first,
         # so that the transport is consistent for the next step.
         instructions = drain(context.program, early_step.stop_point, context.groups.pp.rank())
@@ -97,32 +101,44 @@ class EarlyStart(StepFeature):
             replay.rewind()
         early_step.random_state.restore()
 
-    def take_started(self, context: StepContext) -> Started | None:
-        """Return the step that was started early if it equals the current one, else None."""
+    def check(self, call: TrainerCall) -> None:
+        """Reject options that a script has set only in the config."""
+        check_config(call.config)
+
+    def prepare(self, request: StepRequest) -> StepRequest:
+        """Return the requested step if it was started early; roll back another one that was.
+
+        An evaluation may follow a step that was started early: its microbatches, random numbers and
+        messages belong to the next training step.
+        """
         early_step = self._early_step
-        if early_step is not None and early_step.context != context:
+        if request.call.forward_only or (
+            early_step is not None and early_step.step.context.call != request.call
+        ):
             self.roll_back()
-            return None
+            return request
         self._early_step = None
         for replay in self._replays:
             replay.forget()
-        return None if early_step is None else (early_step.context, early_step.run)
+        return request if early_step is None else request._replace(started=early_step.step)
 
-    def change_data(self, context: StepContext) -> None:
+    def change_data(self, call: TrainerCall, groups: Any, data: StepData) -> StepData:
         """Wrap the iterators so that they can replay microbatches of a step that is rolled back."""
         replays = {id(replay.source): replay for replay in self._replays}
-        for iterator in context.iterators:
+        for iterator in data.iterators:
             if iterator is not None and id(iterator) not in replays:
                 replays[id(iterator)] = Replay(iterator)
         self._replays = list(replays.values())
-        context.iterators = [
-            iterator if iterator is None else replays[id(iterator)]
-            for iterator in context.iterators
-        ]
+        return data._replace(
+            iterators=[
+                iterator if iterator is None else replays[id(iterator)]
+                for iterator in data.iterators
+            ]
+        )
 
     def end(self, context: StepContext) -> None:
         """Remember the trainer's arguments, which are equal in all training steps of a run."""
-        self._last = replace(context)  # without the fields that `prepare_step` has set
+        self._last = context.call
 
     def clear(self) -> None:
         """Drop the data of the last step and of the next one."""
@@ -136,10 +152,15 @@ class EarlyStart(StepFeature):
         return prefix
 
 
+def early_start_of(session: Session) -> EarlyStart | None:
+    """Return the early start of the steps of a run, or None if the run has none."""
+    runner = session.runner
+    return runner.step_feature(EarlyStart) if isinstance(runner, PipelineRunner) else None
+
+
 def _validation(session: Session) -> PostValidation | None:
     """Return the validation of the running training, or None."""
-    runner = session.runner
-    step_feature = runner.step_feature(EarlyStart) if isinstance(runner, PipelineRunner) else None
+    step_feature = early_start_of(session)
     return None if step_feature is None else step_feature.validation
 
 

@@ -30,6 +30,7 @@ from megatron_vshape.mcore.refusals import (
 )
 from megatron_vshape.mcore.setup.features import Feature, features
 from megatron_vshape.mcore.setup.run_config import Settings
+from megatron_vshape.mcore.setup.slices import check_sequence, even_slices
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.setup.run_config import RunConfig, ScheduleChoice
@@ -155,32 +156,6 @@ def check_slices(
         check_sequence(slices, getattr(options, "seq_length", None), options)
 
 
-def even_slices(counts: Iterable[int], length: int | None, options: Any) -> tuple[int, ...]:
-    """Return those of the numbers of slices into which `length` tokens divide evenly."""
-    unit = _length_unit(options)
-    return tuple(count for count in counts if count == 1 or not (length or 0) % (count * unit))
-
-
-def _length_unit(options: Any) -> int:
-    """Return the number of tokens that must divide the length of a slice."""
-    parts: int = getattr(options, "tensor_model_parallel_size", 1)
-    return parts if getattr(options, "sequence_parallel", False) else 1
-
-
-def check_sequence(slices: int, length: int | None, options: Any) -> None:
-    """Raise UnsupportedError unless `length` tokens are divisible into equal slices."""
-    unit = _length_unit(options)
-    if length is None or even_slices([slices], length, options):
-        return
-    valid_counts = [count for count in range(1, length // unit + 1) if not length % (count * unit)]
-    nearest = min(valid_counts, key=lambda count: abs(count - slices)) if valid_counts else 1
-    multiple = f", each a multiple of {unit} tensor-parallel ranks" if unit > 1 else ""
-    raise UnsupportedError(
-        f"--pipeline-slices {slices} does not divide {length} tokens into equal "
-        f"slices{multiple}. Use --pipeline-slices {nearest}"
-    )
-
-
 class SlicesFeature(Feature):
     """Runs a microbatch in slices, whose number is given or chosen with the schedule."""
 
@@ -213,17 +188,6 @@ class SlicesFeature(Feature):
         length = getattr(model, "seq_length", None)
         return replace(choice, slices=even_slices(choice.slices, length, model))
 
-    def change_layers(
-        self, state: StepState, chunks: Sequence[Any], choice: ScheduleChoice
-    ) -> None:
-        """Make attention and routers use the slices of a microbatch together."""
-        max_slices = choice.slices if isinstance(choice.slices, int) else max(choice.slices)
-        if max_slices > 1:
-            from megatron_vshape.mcore.features.slices import attention, router
-
-            attention.install(state, chunks)
-            router.install(state, chunks)
-
     def check_chunks(self, pipeline: RunConfig, rank: int, chunks: Sequence[Any]) -> None:
         """Reject an encoder, whose model merges the images of a full microbatch."""
         if pipeline.choice.slices not in (1, (1,)):
@@ -243,7 +207,17 @@ def in_steps(runner: PipelineRunner) -> StepFeature:
     """Return the slices' part in steps."""
     from megatron_vshape.mcore.features.slices.step import Slicing
 
-    return Slicing(runner.planner)
+    return Slicing()
+
+
+def share_slices(state: StepState, chunks: Sequence[Any], choice: ScheduleChoice) -> None:
+    """Make attention and routers use the slices of a microbatch together, if the run has any."""
+    max_slices = choice.slices if isinstance(choice.slices, int) else max(choice.slices)
+    if max_slices > 1:
+        from megatron_vshape.mcore.features.slices import attention, router
+
+        attention.install(state, chunks)
+        router.install(state, chunks)
 
 
 def _other_features(settings: Settings) -> list[str]:

@@ -132,7 +132,7 @@ def install(state: StepState, chunks: Sequence[nn.Module]) -> None:
             if core is not None:
                 _check_attention(module, core)
                 buffers: dict[int, KeysValues] = {}
-                state.kept.append(buffers)
+                state.drop_values.append(buffers.clear)
                 state.shared_by_passes.append(partial(_tensors_of, buffers))
                 core.forward = _slice_attention(state, core, buffers)
             elif type(module).__name__ in ("MambaMixer", "GatedDeltaNet"):

@@ -158,7 +158,7 @@ def install(state: StepState, chunks: Sequence[nn.Module]) -> None:
     for router in moe_routers:
         _check_router(router)
         loads: dict[int, dict[str, _ExpertLoad]] = {}
-        state.kept.append(loads)
+        state.drop_values.append(loads.clear)
         for name in _LOSSES:
             setattr(
                 router,

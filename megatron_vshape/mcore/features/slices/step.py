@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from megatron_vshape.mcore.features.slices import check_sequence, even_slices
+from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.hook import Function, Hook, Session, replaces
-from megatron_vshape.mcore.refusals import UnsupportedError, refusing
-from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.step.stage import (
     ForwardStep,
     StepContext,
@@ -60,17 +60,9 @@ class Slices(StepHook):
 
     makes_loss = True
 
-    def tokens_of(self, number: int) -> TokenRange:
-        """Return the tokens of the slice with this number in the schedule."""
-        microbatch, slice_index = divmod(number, self.count)
-        slice_length = self.length // self.count
-        return TokenRange(
-            microbatch, slice_index * slice_length, (slice_index + 1) * slice_length, self.length
-        )
-
     def forward(self, stage: int, is_last: bool, number: int, step: ForwardStep) -> ForwardStep:
         """Return the replacement of the trainer's function in F."""
-        part = self.tokens_of(number)
+        part = TokenRange.of_pass(number, self.count, self.length)
         if part.begin:
             return partial(self._run_later_slice, stage, part)
         return partial(self._run_first_slice, step, stage, part)
@@ -107,9 +99,12 @@ class Slices(StepHook):
         """Copy the last stage's output, because Megatron does not free the memory of a view."""
         return output.clone() if is_last else output
 
-    def sent(self, stage: int, number: int, losses: Tensor) -> None:
+    def ends_forward(self, stage: int, is_last: bool, number: int, output: Tensor) -> None:
         """Store the losses, [b, s], of a last-stage F; after the last slice, compute the loss."""
-        part = self.tokens_of(number)
+        if not is_last:
+            return
+        losses = output.detach()  # an alias, as Megatron frees the memory of the output
+        part = TokenRange.of_pass(number, self.count, self.length)
         if losses.shape[1:] != (part.end - part.begin,):
             raise UnsupportedError(
                 f"the last stage returned {tuple(losses.shape)} of a slice of "
@@ -127,11 +122,13 @@ class Slices(StepHook):
         assert gradient is not None
         self._gradients[part.microbatch] = gradient
 
-    def gradient(self, is_last: bool, number: int, received: Tensor | None) -> Tensor | None:
+    def before_backward(
+        self, work: Pass, is_last: bool, gradient: Tensor | None
+    ) -> Tensor | None:
         """Return the gradient of a slice's losses for its B."""
-        if not is_last:
-            return received
-        part = self.tokens_of(number)
+        if not is_last or work.kind is Kind.W:
+            return gradient
+        part = TokenRange.of_pass(work.microbatch, self.count, self.length)
         # The B of the first slice runs last.
         get_gradient = self._gradients.pop if part.begin == 0 else self._gradients.__getitem__
         return get_gradient(part.microbatch)[:, part.begin : part.end].contiguous()
@@ -140,25 +137,10 @@ class Slices(StepHook):
 class Slicing(StepFeature):
     """Runs microbatches in slices."""
 
-    def __init__(self, planner: Planner) -> None:
-        """Set the planner, which chooses the number of slices."""
-        self._planner = planner
-
-    def passes_per_microbatch(self, context: StepContext) -> int:
-        """Return the number of slices per microbatch."""
-        planner = self._planner
-        if not isinstance(planner.choice.slices, int):
-            slice_counts = even_slices(planner.choice.slices, context.seq_length, context.config)
-            planner.configure(replace(planner.choice, slices=slice_counts))
-            return planner.plan_step(context.num_microbatches).schedule.slices
-        with refusing():
-            check_sequence(planner.choice.slices, context.seq_length, context.config)
-        return planner.choice.slices
-
     def begin(self, context: StepContext) -> StepHook | None:
         """Return the shared state of a step's slices."""
         if context.passes_per_microbatch > 1:
-            slices = Slices(context.passes_per_microbatch, context.seq_length)
+            slices = Slices(context.passes_per_microbatch, context.call.seq_length)
             slices.compute_loss = loss_maker(context)
             return slices
         return None

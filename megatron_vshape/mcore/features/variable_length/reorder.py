@@ -25,7 +25,7 @@ from megatron_vshape.core.variable_length import (
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
 from megatron_vshape.mcore.setup.planned_step import PlannedStep
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
-from megatron_vshape.mcore.step.stage import StepContext, StepFeature
+from megatron_vshape.mcore.step.stage import StepData, StepFeature, TrainerCall
 from megatron_vshape.runtime.failures import cause_of_others
 from megatron_vshape.runtime.p2p import TransportError
 
@@ -314,30 +314,29 @@ class VariableLength(StepFeature):
         self._reorderer: MicrobatchReorderer | None = None  # set once microbatches can be reordered
         self._keeps_order: bool | None = None  # agreed by all ranks once; None before
 
-    def change_data(self, context: StepContext) -> None:
+    def change_data(self, call: TrainerCall, groups: Any, data: StepData) -> StepData:
         """Reorder the microbatches of this step, and read them in that order.
 
         If ranks may be in different steps, they would have to wait for each other to agree on an
         order.
         """
-        pipeline, config, count = context.pipeline, context.config, context.num_microbatches
+        pipeline, config, count = self._runner.pipeline, call.config, call.num_microbatches
         if pipeline.options.keep_order or self._runner.overlaps_steps:
-            return
+            return data
         if pipeline.choice.name != AUTO or not may_reorder(config):
-            return
+            return data
         plan = self._runner.planner.plan_step(count)
         if plan.schedule.num_microbatches != count:  # parts of microbatches
-            return
+            return data
         if self._keeps_order is None:
-            self._keeps_order = _has_dropout(context.chunks, context.groups.pp)
+            self._keeps_order = _has_dropout(call.chunks, groups.pp)
         if self._keeps_order:
-            return
+            return data
         if self._reorderer is None:
             self._reorderer = MicrobatchReorderer(config, pipeline.options.lengths)
         first_rank = pipeline.choice.placement[0]
-        context.order, context.iterators = self._reorderer.order(
-            plan, context.iterators, count, context.groups, first_rank
-        )
+        order, iterators = self._reorderer.order(plan, data.iterators, count, groups, first_rank)
+        return StepData(iterators, order)
 
 
 def _has_dropout(chunks: Sequence[nn.Module], group: Any) -> bool:

@@ -6,33 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import LOGITS
-from megatron_vshape.core.model.pieces import Pieces, without_ends
-from megatron_vshape.core.model.placement import Placement
-from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.planner.vocabulary import (
-    ALL_REDUCE_TIME,
-    PENDING_LOGITS,
-    in_proportion,
-    is_shared,
-    most_logits_bytes,
-    share_forwards,
-    shared_pieces,
-    uniform_shared,
-    with_vocabulary_passes,
-    without_shared,
-)
+from megatron_vshape.core.planner.vocabulary import is_shared
 from megatron_vshape.mcore.hook import Hook
-from megatron_vshape.mcore.layout.sizes import ModelSizes
-from megatron_vshape.mcore.layout.stage_map import (
-    ModelEnds,
-    Split,
-    estimated_pieces,
-    pieces_of,
-    vocabulary_size,
-    with_predicting,
-)
+from megatron_vshape.mcore.layout.shared_vocabulary import FLAG
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import (
     GRAPHS,
@@ -44,7 +20,7 @@ from megatron_vshape.mcore.refusals import (
     each_of,
     is_given,
 )
-from megatron_vshape.mcore.setup.features import BuiltChunk, Feature
+from megatron_vshape.mcore.setup.features import Feature
 from megatron_vshape.mcore.setup.run_config import Settings
 
 if TYPE_CHECKING:
@@ -52,8 +28,6 @@ if TYPE_CHECKING:
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.stage import StepFeature
 
-
-FLAG = "--pipeline-vocab-parallel"
 
 _NEEDS_LOGITS = "it needs the full logits, which no rank has"
 _NO_FORWARD = "it saves tensors of the output layer, whose forward does not run"
@@ -136,60 +110,6 @@ class VocabularyFeature(Feature):
         if settings.choice.shards_output_layer:
             check_model_options(settings.model)
 
-    def ends(self, choice: ScheduleChoice) -> ModelEnds | None:
-        """Return the costs of stages without the vocabulary, and of each rank's part of it."""
-        return SharedEnds() if choice.shards_output_layer else None
-
-    measured_kinds = (LOGITS,)
-
-    def adapt_costs(
-        self, choice: ScheduleChoice, costs: Costs | None, num_stages: int
-    ) -> Costs | None:
-        """Return the costs with vocabulary passes, estimated if unknown, or without them."""
-        if not choice.shards_output_layer:
-            return costs and without_shared(costs)
-        uniform = uniform_shared(choice.num_devices, num_stages)
-        return in_proportion(costs or uniform, choice.estimate or uniform)
-
-    def adapt_schedule(self, schedule: Schedule, costs: Costs) -> Schedule:
-        """Return the schedule with vocabulary passes, if the costs include them."""
-        return with_vocabulary_passes(schedule, costs)
-
-    def adapt_evaluation(self, choice: ScheduleChoice, wave: Schedule) -> Schedule:
-        """Return the schedule with the forward passes of the vocabulary."""
-        return share_forwards(wave) if choice.shards_output_layer else wave
-
-    def least_bytes(self, costs: Costs) -> float:
-        """Return the memory of the logits of one microbatch."""
-        return most_logits_bytes(costs, min(PENDING_LOGITS))
-
-    def change_arguments(self, args: Any, pipeline: RunConfig) -> None:
-        """Make Megatron pad the vocabulary to a multiple of the ranks that share it."""
-        if pipeline.choice.shards_output_layer:
-            from megatron_vshape.mcore.features.vocabulary.model import pad_vocabulary
-
-            pad_vocabulary(args, pipeline.stage_map.num_ranks)
-
-    def build_chunk(self, built: BuiltChunk) -> None:
-        """Replace embedding and output layer of a chunk by the rows of this rank."""
-        if built.pipeline.choice.shards_output_layer:
-            from megatron_vshape.mcore.features.vocabulary.model import convert_rows, share_rows
-
-            stage_map = built.pipeline.stage_map
-            share_rows(built.state, built.first, built.model, stage_map, built.rank, built.chunk)
-            convert_rows(built.patch)
-
-    def owns_embeddings(self, pipeline: RunConfig, model: Any) -> bool:
-        """Return whether a chunk has rows that all ranks share."""
-        if not pipeline.choice.shards_output_layer:
-            return False
-        from megatron_vshape.mcore.features.vocabulary.model import check_rows, has_shared_rows
-
-        if not has_shared_rows(model):
-            return False
-        check_rows(model)
-        return True
-
     def check_chunks(self, pipeline: RunConfig, rank: int, chunks: Sequence[Any]) -> None:
         """Reject changes of embedding, output layer and loss, whose forward does not run."""
         if pipeline.choice.shards_output_layer:
@@ -213,64 +133,4 @@ def in_steps(runner: PipelineRunner) -> StepFeature:
     """Return the passes of the vocabulary."""
     from megatron_vshape.mcore.features.vocabulary.step import VocabularySharing
 
-    return VocabularySharing(runner.pipeline.choice.shards_output_layer)
-
-
-class SharedEnds:
-    """Makes the costs of stages without embedding and output layer."""
-
-    def without(self, sizes: ModelSizes, pieces: Pieces) -> Pieces:
-        """Return the pieces without both ends; layers of multi-token prediction stay."""
-        return with_predicting(without_ends(pieces), sizes)
-
-    def split(
-        self,
-        args: Any,
-        sizes: ModelSizes,
-        layers: tuple[int, ...],
-        placement: Placement,
-        costs: Costs | None,
-    ) -> Split:
-        """Return the split of a model with vocabulary parallelism."""
-        estimate = self._shared(args, sizes, None, layers, placement)
-        if costs is not None:
-            measured, has_vocabulary = pieces_of(sizes, costs), costs.shards_output_layer
-            vocabulary_costs = (
-                costs if has_vocabulary else self._shared(args, sizes, measured, layers, placement)
-            )
-            costs = (
-                self.without(sizes, measured).costs(layers).having(**dict(vocabulary_costs.others))
-            )
-        return Split(layers, costs, estimate, shares=sizes.shares)
-
-    def _shared(
-        self,
-        args: Any,
-        sizes: ModelSizes,
-        measured: Pieces | None,
-        layers: Sequence[int],
-        placement: Placement,
-    ) -> Costs:
-        """Return the costs of stages without both ends, and of each rank's vocabulary passes.
-
-        Based on measured pieces or on estimated GEMMs, in units of a chunk. Assumptions: an
-        all-reduce lasts a tenth of the F of an even stage, and a layer stores 17 values per
-        hidden element.
-        """
-        stages, ranks = len(placement), max(placement) + 1
-        blocks_per_stage, num_predicting = sizes.blocks / stages, sizes.predicting
-        pieces = measured or estimated_pieces(sizes, stages)
-        prediction_piece = self.without(sizes, pieces).last
-        pieces = replace(
-            pieces, last=pieces.last.over(prediction_piece).times(1 / (1 + num_predicting))
-        )
-        # Values stored per token from LOGITS to HEAD_WEIGHT.
-        stored_values = (vocabulary_size(args) or 0) / ranks + args.hidden_size
-        stored_memory = (
-            (1 + num_predicting) * stored_values / (17 * args.hidden_size * blocks_per_stage)
-        )
-        if measured is not None:
-            stored_memory *= blocks_per_stage * measured.layer.held_after_forward_bytes
-        all_reduce_us = ALL_REDUCE_TIME * blocks_per_stage * pieces.layer.forward_us
-        shared = shared_pieces(pieces, ranks, all_reduce_us, stored_memory, num_predicting)
-        return with_predicting(shared, sizes).costs(layers)
+    return VocabularySharing()

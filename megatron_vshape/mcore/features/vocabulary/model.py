@@ -8,14 +8,12 @@ called. A replacement returns the result of the vocabulary passes (`step`) to th
 
 from __future__ import annotations
 
-import logging
 import math
-import os
 import sys
-from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -23,14 +21,12 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.layout import multi_token
+from megatron_vshape.mcore.layout.shared_vocabulary import FLAG
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.setup.features import Patch
-from megatron_vshape.mcore.step_state import StepState
 
-logger = logging.getLogger(__name__)
-
-FLAG = "--pipeline-vocab-parallel"
+Patch = Callable[[type, Callable[[], Mapping[str, Any]]], None]
+"""Sets attributes of a library's class once: the class, and a function that makes them."""
 
 
 class Shards(NamedTuple):
@@ -48,36 +44,75 @@ class Shards(NamedTuple):
         return self.of
 
 
+class VocabularyPasses(Protocol):
+    """The vocabulary passes of a step; implemented by `step.SharedVocabulary`."""
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings of tokens for the running F."""
+
+    def before_logits(self, hidden: Tensor) -> Tensor:
+        """Return the replacement of the logits for a hidden state of the running F."""
+
+    def keep_labels(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Store labels; return the replacement of their losses."""
+
+
+@dataclass(slots=True)
+class RunningStep:
+    """The vocabulary passes of the step that a model runs, for the modules of both ends."""
+
+    _passes: VocabularyPasses | None = None
+
+    @property
+    def passes(self) -> VocabularyPasses:
+        """Return the passes of the running step."""
+        assert self._passes is not None, "no step runs"
+        return self._passes
+
+    @contextmanager
+    def running(self, passes: VocabularyPasses) -> Iterator[None]:
+        """Run the model with these passes in this context."""
+        self._passes = passes
+        try:
+            yield
+        finally:
+            self._passes = None
+
+
+def running_step_of(first: Any) -> RunningStep:
+    """Return the running step of the model whose first chunk on this rank is given."""
+    step: RunningStep = first.embedding.word_embeddings.vshape_running_step
+    return step
+
+
 @dataclass(frozen=True, slots=True)
 class _SharedLookup:
     """Replaces the forward of the word embedding on the first stage."""
 
-    state: StepState
+    step: RunningStep
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        embeddings: Tensor = self.state.shared_ends.embedded(tokens)
-        return embeddings
+        return self.step.passes.embedded(tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class _StopBeforeLogits:
     """Replaces the forward of the output layer on the last stage."""
 
-    state: StepState
+    step: RunningStep
 
     def __call__(self, hidden: Tensor, **options: Any) -> tuple[Tensor, None]:
-        return self.state.shared_ends.before_logits(hidden), None
+        return self.step.passes.before_logits(hidden), None
 
 
 @dataclass(frozen=True, slots=True)
 class _KeepLabels:
     """Replaces the loss of the model on the last stage."""
 
-    state: StepState
+    step: RunningStep
 
     def __call__(self, labels: Tensor, logits: Tensor) -> Tensor:
-        losses: Tensor = self.state.shared_ends.keep_labels(labels, logits)
-        return losses
+        return self.step.passes.keep_labels(labels, logits)
 
 
 class _LocalRows(MegatronModule):  # type: ignore[misc]
@@ -101,36 +136,7 @@ def _allow_size_change(head: Any) -> None:
     head.sharded_state_dict = sharded_state_dict
 
 
-def pad_vocabulary(args: Namespace, num_ranks: int) -> None:
-    """Make Megatron pad the vocabulary to a multiple of the number of ranks that share it.
-
-    A padded row is trained like any other. So nothing changes if the size is divisible already.
-    """
-    multiple = args.make_vocab_size_divisible_by
-    parts = num_ranks * args.tensor_model_parallel_size
-    vocabulary_size = getattr(args, "padded_vocab_size", None) or args.vocab_size
-    current_multiple = multiple * args.tensor_model_parallel_size
-    if (
-        vocabulary_size is not None
-        and (math.ceil(vocabulary_size / current_multiple) * current_multiple) % parts == 0
-    ):
-        return
-    args.make_vocab_size_divisible_by = math.lcm(multiple, num_ranks)
-    if args.make_vocab_size_divisible_by != multiple and os.environ.get("RANK", "0") == "0":
-        logger.warning(
-            "%s pads the vocabulary to a multiple of %d, not of %d: it is shared by %d pipeline x "
-            "%d tensor ranks",
-            FLAG,
-            args.make_vocab_size_divisible_by * args.tensor_model_parallel_size,
-            current_multiple,
-            num_ranks,
-            args.tensor_model_parallel_size,
-        )
-
-
-def share_rows(
-    state: StepState, first: Any, model: Any, stage_map: StageMap, rank: int, chunk: int
-) -> None:
+def share_rows(first: Any, model: Any, stage_map: StageMap, rank: int, chunk: int) -> None:
     """Give a chunk its rank's rows: the first chunk the embedding's, the last the output layer's.
 
     `first` is the rank's first chunk. Call this when the chunk is built, before it is wrapped.
@@ -156,11 +162,11 @@ def share_rows(
         )
     shards = Shards(rank * per_rank + tensor, parts)
     if chunk == 0:
-        _share_embedding(state, model, shards)
+        _share_embedding(model, shards)
     if chunk == stage_map.num_chunks - 1:
-        _share_head(state, first, model, shards)
+        _share_head(first, model, shards)
         if model.post_process and stage_map.predicting:
-            _share_prediction_lookup(state, first, model)
+            _share_prediction_lookup(first, model)
 
 
 def has_shared_rows(model: Any) -> bool:
@@ -244,7 +250,7 @@ def _changed_model_error(part: str) -> UnsupportedError:
     )
 
 
-def _share_embedding(state: StepState, model: Any, shards: Shards) -> None:
+def _share_embedding(model: Any, shards: Shards) -> None:
     rows = tensor_parallel.VocabParallelEmbedding(
         model.vocab_size,
         model.config.hidden_size,
@@ -253,31 +259,32 @@ def _share_embedding(state: StepState, model: Any, shards: Shards) -> None:
         tp_group=shards,
     )
     rows.weight.is_embedding_or_output_parameter = True
+    rows.vshape_running_step = RunningStep()
     if getattr(model, "embedding", None) is None:
         model.embedding = _LocalRows(model.config, rows)
     else:
-        _replace_lookup(state, model.embedding, rows)
+        _replace_lookup(model.embedding, rows)
 
 
-def _replace_lookup(state: StepState, embedding: Any, rows: Any) -> None:
+def _replace_lookup(embedding: Any, rows: Any) -> None:
     """Make Megatron's embedding, which adds positions etc., look up tokens in shared rows."""
     rows.reduce_scatter_embeddings = embedding.reduce_scatter_embeddings
-    rows.forward = _SharedLookup(state)
+    rows.forward = _SharedLookup(rows.vshape_running_step)
     embedding.word_embeddings = rows
 
 
-def _share_prediction_lookup(state: StepState, first: Any, last: Any) -> None:
+def _share_prediction_lookup(first: Any, last: Any) -> None:
     """Make multi-token prediction look up tokens in the rows of its rank's first chunk."""
     if first is last:
         multi_token.save_no_copy(last)
         return
     if not first.pre_process:
-        _replace_lookup(state, last.embedding, first.embedding.word_embeddings)
+        _replace_lookup(last.embedding, first.embedding.word_embeddings)
         first.embedding = last.embedding
     multi_token.share_embedding(first, last)
 
 
-def _share_head(state: StepState, first: Any, model: Any, shards: Shards) -> None:
+def _share_head(first: Any, model: Any, shards: Shards) -> None:
     ties = model.share_embeddings_and_output_weights
     head = tensor_parallel.ColumnParallelLinear(  # no subclass: libraries check the class name
         model.config.hidden_size,
@@ -301,8 +308,9 @@ def _share_head(state: StepState, first: Any, model: Any, shards: Shards) -> Non
     model.output_layer = head
     if not model.post_process:
         return
-    head.forward = _StopBeforeLogits(state)
-    model.compute_language_model_loss = _KeepLabels(state)
+    step = running_step_of(first)
+    head.forward = _StopBeforeLogits(step)
+    model.compute_language_model_loss = _KeepLabels(step)
 
 
 _MAPPING = "megatron.bridge.models.conversion.param_mapping"

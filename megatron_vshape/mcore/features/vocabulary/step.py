@@ -51,6 +51,7 @@ from megatron_vshape.mcore.features.vocabulary.loss_of_logits import (
     LossOfLogits,
     called_up_to_logits,
 )
+from megatron_vshape.mcore.features.vocabulary.model import running_step_of
 from megatron_vshape.mcore.features.vocabulary.router_replay import (
     LastCalls,
     ModelCalled,
@@ -130,13 +131,13 @@ class SharedVocabulary(StepHook):
         """Find this rank's rows, and register their gradients for reduction."""
         context = self.context
         self.state, self.config = context.state, context.config
-        self.stage_map, self.iterator = context.pipeline.stage_map, context.iterators[0]
+        self.stage_map, self.iterator = context.pipeline.stage_map, context.data.iterators[0]
         self.first, self.last = context.chunks[0], context.chunks[-1]  # wrapped
         self.forward_step_func = context.forward_step
         self.num_microbatches = context.num_microbatches
         self.learns, self.gradient_sync = not context.forward_only, context.gradient_sync
         self.tensor_group, self.context_group = context.groups.tp, context.groups.cp
-        self.second_reader = context.again
+        self.second_reader = context.second_reader
         self._last_calls = LastCalls(routers_of(self.last))
         # [b, s] of a microbatch on this rank; None with variable lengths (see `_broadcast_shape`).
         self.tokens_shape: tuple[int, int] | None = None
@@ -186,8 +187,8 @@ class SharedVocabulary(StepHook):
 
     @contextmanager
     def around_passes(self) -> Iterator[None]:
-        """Set this object in the shared state; if a pass fails, close the collectives."""
-        with self.state.setting(shared_ends=self):
+        """Set these passes in the model; if a pass fails, close the collectives."""
+        with running_step_of(unwrapped(self.first)).running(self):
             try:
                 yield
                 self.collectives.drain()
@@ -409,10 +410,15 @@ class SharedVocabulary(StepHook):
         if pending is not None:  # otherwise another pass has read the result already
             pending.wait()
 
-    def gradient(self, is_last: bool, number: int, received: Tensor | None) -> Tensor | None:
+    def before_backward(
+        self, work: Pass, is_last: bool, gradient: Tensor | None
+    ) -> Tensor | None:
         """Return the gradient of the last stage's output for its B."""
-        if not is_last:
-            return received
+        if not is_last or work.kind is Kind.W:
+            return gradient
+        return self._output_gradient(work.microbatch)
+
+    def _output_gradient(self, number: int) -> Tensor:
         batch = self._shapes[number][0]
         if self._has_loss_of_logits:
             (part,) = self._pending_sums.pop(number).result()
@@ -689,10 +695,6 @@ class SharedVocabulary(StepHook):
 
 class VocabularySharing(StepFeature):
     """Shares the embedding and the output layer between all ranks."""
-
-    def __init__(self, shares: bool) -> None:
-        """Set whether the run uses vocabulary parallelism."""
-        self.reads_again = shares  # each rank computes a loss of logits from the data of the step
 
     def begin(self, context: StepContext) -> StepHook | None:
         """Return this rank's part in a step with vocabulary parallelism."""

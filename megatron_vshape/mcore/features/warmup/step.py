@@ -22,7 +22,7 @@ from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 from megatron_vshape.mcore.step.losses import LateChecks
 from megatron_vshape.mcore.step.microbatches import iterators_by_chunk
 from megatron_vshape.mcore.step.rewind import Replay, finish_gathering
-from megatron_vshape.mcore.step.stage import StepContext, StepFeature
+from megatron_vshape.mcore.step.stage import StepFeature, StepRequest, TrainerCall
 from megatron_vshape.runtime.program_runner import Place
 
 logger = logging.getLogger(__name__)
@@ -39,16 +39,18 @@ class Warmup(StepFeature):
         self._runner = runner
         self._is_over = False
 
-    def prepare(self, context: StepContext) -> None:
+    def prepare(self, request: StepRequest) -> StepRequest:
         """Warm up before the first training step, which then reads the same microbatches."""
-        if self._is_over:
-            return
+        if self._is_over or request.call.forward_only:
+            return request
         self._is_over, start = True, time.monotonic()
         with refusing():
-            snapshot = Snapshot(context.chunks)
-        trial, observer = replace(context), _StageSeconds()
-        replays = _make_replays(context, trial)
-        run = self._runner.prepare_step(trial, observer, fills_waits=False, cut=first_microbatch)
+            snapshot = Snapshot(request.call.chunks)
+        observer = _StageSeconds()
+        step_call, trial_call, replays = _replayed_calls(request.call)
+        trial, run = self._runner.prepare_step(
+            trial_call, observer, fills_waits=False, cut=first_microbatch
+        )
         run = replace(run, transport=_MadeUpMessages(trial.transport.blank()))
         with (
             trial.gradient_sync.without_ddp(),
@@ -71,6 +73,7 @@ class Warmup(StepFeature):
             seconds, stage = max(slowest for _, slowest in results)
             text = "pipeline warm-up: %s s by rank; slowest: stage %d, %.1f s"
             logger.info(text, ranks, stage, seconds)
+        return StepRequest(step_call)
 
 
 class _StageSeconds:
@@ -127,13 +130,18 @@ def first_microbatch(program: Program) -> Program:
     return replace(program, instructions=rows, planned=None)
 
 
-def _make_replays(context: StepContext, trial: StepContext) -> list[Replay]:
-    """Let the step read the microbatches of the trial again; chunks may share an iterator."""
-    iterators = iterators_by_chunk(context.data_iterator, len(context.chunks))
+def _replayed_calls(call: TrainerCall) -> tuple[TrainerCall, TrainerCall, list[Replay]]:
+    """Return calls of a step and its trial that read the same microbatches.
+
+    Chunks may share an iterator.
+    """
+    iterators = iterators_by_chunk(call.data_iterator, len(call.chunks))
     replays = {id(source): Replay(source) for source in iterators if hasattr(source, "__next__")}
     for replay in replays.values():
         replay.mark()
-    context.data_iterator = [replays.get(id(source), source) for source in iterators]
+    step_data = [replays.get(id(source), source) for source in iterators]
     # An object that is not read by `next` is copied in its current state.
-    trial.data_iterator = [replays.get(id(source)) or copy.copy(source) for source in iterators]
-    return list(replays.values())
+    trial_data = [replays.get(id(source)) or copy.copy(source) for source in iterators]
+    step_call = replace(call, data_iterator=step_data)
+    trial_call = replace(call, data_iterator=trial_data)
+    return step_call, trial_call, list(replays.values())
