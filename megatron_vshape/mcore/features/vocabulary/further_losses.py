@@ -10,7 +10,7 @@ metrics for the log are recorded once the losses are known.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,7 +58,7 @@ class FurtherLosses:
     """The multi-token prediction losses of a step's microbatches, on the loss rank."""
 
     num_layers: int
-    shapes: Mapping[int, tuple[int, int]]  # [b, s] of each microbatch on this rank
+    shape_of: Callable[[int], tuple[int, int]]  # [b, s] of a microbatch on this rank
     _layers: dict[int, list[_Layer]] = field(default_factory=dict)
     _hidden_gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
@@ -91,7 +91,7 @@ class FurtherLosses:
         if len(layers) == self.num_layers:
             return None
         take = partial(self._hidden_gradients.pop, (microbatch, len(layers)))
-        losses: Tensor = _LaterLosses.apply(hidden, (*self.shapes[microbatch][::-1], 1), take)
+        losses: Tensor = _LaterLosses.apply(hidden, (*self.shape_of(microbatch)[::-1], 1), take)
         layers.append(_Layer(hidden.detach(), losses))
         return losses
 

@@ -82,21 +82,23 @@ class RanksOfRows:
 
 
 def called_up_to_logits(
-    forward_step_func: Callable[..., Any], iterator: Any, model: nn.Module, labels: dict[int, Any]
+    forward_step_func: Callable[..., Any],
+    iterator: Any,
+    model: nn.Module,
+    has_labels: Callable[[], bool],
 ) -> tuple[Any, Tensor | None]:
     """Call the trainer's function in the F of the last stage.
 
     Returns:
-        Its result and None. If it calls the model without labels, which would have added to
-            `labels`,
-        it is stopped there: None and the output of the model.
+        Its result and None. If it calls the model without labels, after which `has_labels` would
+            be true, it is stopped there: None and the output of the model.
     """
-    inner, num_labels = unwrapped(model), len(labels)
+    inner = unwrapped(model)
     run, outputs = inner.forward, list[Tensor]()
 
     def stop_at_logits(*args: Any, **options: Any) -> Any:
         output = run(*args, **options)
-        if len(labels) == num_labels:
+        if not has_labels():
             outputs.append(output)
             raise _LogitsRequested
         return output

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -97,6 +98,37 @@ _OTHER_LOGITS = (
 )
 
 
+@dataclass(slots=True, eq=False)
+class MicrobatchState:
+    """The values of a microbatch on this rank, in the order in which the passes make them.
+
+    A pass that is the last reader of a value deletes it, or sets it to None.
+    """
+
+    # LOOKUP, and F of the first stage.
+    shape: tuple[int, int] = field(init=False)  # [b, s]
+    call: tuple[tuple[Any, ...], dict[str, Any], Any] = field(init=False)  # of the model, for F
+    replayed_data: Any = None  # data that F reads instead of `call`, if routers record or replay
+    tokens: Tensor = field(init=False)  # [b, s], with those of multi-token prediction
+    lookup: Pending[tuple[Tensor, ...]] | None = None
+    unused_embeddings: list[Tensor] = field(init=False)  # not yet used by F
+    used_embeddings: list[Tensor] = field(default_factory=list)
+    # F of the last stage.
+    last_hidden: Tensor = field(init=False)
+    labels: Tensor | None = None
+    loss_function: Any = None
+    head_input: Tensor = field(init=False)  # output of the last stage, for LOGITS
+    # LOGITS and LOSS.
+    logits: Logits = field(init=False)
+    logit_gradient: tuple[Tensor, Tensor] = field(init=False)  # gradient of the logits, X
+    pending_sums: Pending[tuple[Tensor, ...]] | None = None
+    statistics: Statistics | None = None
+    input_gradient: Tensor = field(init=False)  # dX / g, on the loss rank
+    gradient: Tensor | None = None  # g, [heads x b, s]
+    # LOOKUP_WEIGHT.
+    embedding_gradients: list[Tensor] = field(init=False)
+
+
 @dataclass(eq=False)
 class SharedVocabulary(StepHook):
     """This rank's part of the vocabulary passes in one step."""
@@ -104,27 +136,12 @@ class SharedVocabulary(StepHook):
     context: StepContext
     collectives: DeviceCollectives
     running: int = -1  # microbatch of the running F
-    _calls: dict[int, tuple[tuple[Any, ...], dict[str, Any], Any]] = field(default_factory=dict)
-    _tokens: dict[int, Tensor] = field(default_factory=dict)
-    _lookups: dict[int, Pending[tuple[Tensor, ...]]] = field(default_factory=dict)
-    _unused_embeddings: dict[int, list[Tensor]] = field(default_factory=dict)  # not yet used by F
-    _used_embeddings: dict[int, list[Tensor]] = field(default_factory=dict)  # embeddings used by F
-    _embedding_gradients: dict[int, list[Tensor]] = field(default_factory=dict)
-    _head_inputs: dict[int, Tensor] = field(default_factory=dict)  # last stage's output, for LOGITS
-    _last_hidden: dict[int, Tensor] = field(default_factory=dict)  # of the running F
-    _labels: dict[int, Tensor] = field(default_factory=dict)
-    _loss_functions: dict[int, Any] = field(default_factory=dict)
-    _logits: dict[int, Logits] = field(default_factory=dict)
-    _pending_sums: dict[int, Pending[tuple[Tensor, ...]]] = field(default_factory=dict)
-    _statistics: dict[int, Statistics] = field(default_factory=dict)
-    _input_gradients: dict[int, Tensor] = field(default_factory=dict)  # dX / g, on the loss rank
-    _gradients: dict[int, Tensor] = field(default_factory=dict)  # g, [heads x b, s]
+    _microbatches: defaultdict[int, MicrobatchState] = field(
+        default_factory=lambda: defaultdict(MicrobatchState)
+    )
     _last_gradient: Pending[Tensor] | None = None
-    _shapes: dict[int, tuple[int, int]] = field(default_factory=dict)  # [b, s] of microbatches
     _has_loss_of_logits: bool | None = None  # set in the first LOGITS
-    _logit_gradients: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # gradient, X
     _faults: LateFaults = field(default_factory=LateFaults)
-    _replayed: dict[int, Any] = field(default_factory=dict)  # data that F of the first stage reads
     makes_loss = True
 
     def __post_init__(self) -> None:
@@ -161,7 +178,8 @@ class SharedVocabulary(StepHook):
         # The ranks that use embeddings: first stage, then each multi-token prediction layer.
         predicting = self.stage_map.predicting
         self._readers = self._first_device, *(self._loss_device,) * predicting
-        self._further_losses = FurtherLosses(predicting, self._shapes)
+        microbatches = self._microbatches  # no reference to this object, which would be a cycle
+        self._further_losses = FurtherLosses(predicting, lambda number: microbatches[number].shape)
         # Weight gradients of the vocabulary are not jobs of a layer, so register them here.
         for _ in range(self.num_microbatches if self.learns else 0):
             self.gradient_sync.deferred([self._table])
@@ -215,8 +233,8 @@ class SharedVocabulary(StepHook):
 
     def look_up(self, microbatch: int) -> None:
         """Run LOOKUP."""
-        tokens = self._tokens[microbatch]
-        table, tokens_by_reader = self._table.detach(), tokens.split(self._shapes[microbatch][0])
+        state = self._microbatches[microbatch]
+        table, tokens_by_reader = self._table.detach(), state.tokens.split(state.shape[0])
         parts = [
             look_up(table, reader_tokens, self._first_row) for reader_tokens in tokens_by_reader
         ]
@@ -231,11 +249,13 @@ class SharedVocabulary(StepHook):
 
         pending = self.collectives.begin(add_up, parts)
         if self._device in self._readers:
-            self._lookups[microbatch] = pending
+            state.lookup = pending
 
     def wait_for_embeddings(self, microbatch: int) -> None:
         """Run LOOKED_UP on the collective queue."""
-        self._lookups[microbatch].wait()
+        lookup = self._microbatches[microbatch].lookup
+        assert lookup is not None
+        lookup.wait()
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """Return the embeddings for the running F: [b, s, h], or a part [s/t, b, h].
@@ -244,13 +264,14 @@ class SharedVocabulary(StepHook):
         prediction, which the model requests layer by layer, follow those of the model. `tokens`,
         [b, s], must equal the tokens looked up before F.
         """
-        if self.running in self._lookups:
-            self._unused_embeddings[self.running] = list(self._lookups.pop(self.running).result())
-        embeddings = self._unused_embeddings[self.running]
+        state = self._microbatches[self.running]
+        if state.lookup is not None:
+            state.unused_embeddings, state.lookup = list(state.lookup.result()), None
+        embeddings = state.unused_embeddings
         local_readers = [
             index for index, device in enumerate(self._readers) if device == self._device
         ]
-        expected_tokens = self._tokens[self.running].split(self._shapes[self.running][0])[
+        expected_tokens = state.tokens.split(state.shape[0])[
             local_readers[-len(embeddings)]
         ]
         # Checked on the device and read after the passes, so that the host does not wait here.
@@ -261,35 +282,40 @@ class SharedVocabulary(StepHook):
         elif self._tensor_ranks > 1:
             dist.all_reduce(part, group=self.tensor_group)
         if self.learns:
-            self._used_embeddings.setdefault(self.running, []).append(part.requires_grad_())
+            state.used_embeddings.append(part.requires_grad_())
         return part
 
     def forward(self, stage: int, is_last: bool, number: int, step: ForwardStep) -> ForwardStep:
         """Return the replacement of the trainer's function in F of the first and last stage."""
         self.running = number
-        if stage == 0 and number in self._replayed:
-            replayed_data = self._replayed.pop(number)
+        state = self._microbatches[number]
+        if stage == 0 and state.replayed_data is not None:
+            replayed_data, state.replayed_data = state.replayed_data, None
             return lambda iterator, model: step(replayed_data, model)
         if stage == 0:
-            args, options, loss_function = self._calls.pop(number)
+            args, options, loss_function = state.call
+            del state.call
             return lambda iterator, model: (model(*args, **options), loss_function)
         return self._last_forward(number) if is_last else step
 
     def _last_forward(self, microbatch: int) -> ForwardStep:
         """Return a function that runs the last stage without its loss."""
 
+        state = self._microbatches[microbatch]
+
         def forward(iterator: Any, model: Any) -> Any:
             with self._further_losses.forward(microbatch):
                 result, logits = called_up_to_logits(
-                    self.forward_step_func, iterator, model, self._labels
+                    self.forward_step_func, iterator, model, lambda: state.labels is not None
                 )
-            hidden = self._last_hidden.pop(microbatch)
+            hidden = state.last_hidden
+            del state.last_hidden
             if result is None:
                 self._last_calls.end_at_logits(microbatch)
             if logits is not None:
                 self._faults.add(unlike(logits, hidden.transpose(0, 1)), _OTHER_LOGITS)
             if result is not None:
-                output, self._loss_functions[microbatch] = result
+                output, state.loss_function = result
                 return output, None
             if self.stage_map.predicting:
                 raise UnsupportedError(
@@ -308,7 +334,7 @@ class SharedVocabulary(StepHook):
         viewless_hidden: Tensor = make_viewless_tensor(
             hidden, hidden.requires_grad, keep_graph=True
         )
-        self._last_hidden[self.running] = viewless_hidden
+        self._microbatches[self.running].last_hidden = viewless_hidden
         return viewless_hidden
 
     def keep_labels(self, labels: Tensor, logits: Tensor) -> Tensor:
@@ -316,36 +342,42 @@ class SharedVocabulary(StepHook):
         losses = self._further_losses.keep_labels(self.running, labels, logits)
         if losses is not None:
             return losses
-        if logits is not self._last_hidden[self.running]:
+        state = self._microbatches[self.running]
+        if logits is not state.last_hidden:
             raise UnsupportedError(_OTHER_LOGITS)
-        self._labels[self.running] = labels
+        state.labels = labels
         return logits
 
     def output(self, is_last: bool, number: int, output: Tensor) -> Tensor:
         """Store the last stage's output, [s, b, h] or a part of the sequence, with its graph."""
-        if is_last and self.learns and number in self._labels:
-            output_and_labels = self._further_losses.end(number, output, self._labels[number])
-            self._head_inputs[number], self._labels[number] = output_and_labels
+        state = self._microbatches[number]
+        if is_last and self.learns and state.labels is not None:
+            output_and_labels = self._further_losses.end(number, output, state.labels)
+            state.head_input, state.labels = output_and_labels
         elif is_last:
-            self._head_inputs[number] = output.detach()
+            state.head_input = output.detach()
             self._further_losses.forget(number)
         return output
 
     def own_logits(self, microbatch: int) -> None:
         """Run LOGITS, and start its reductions."""
-        hidden = self._head_inputs.pop(microbatch)
+        state = self._microbatches[microbatch]
+        hidden, tokens = state.head_input, state.tokens
+        del state.head_input
+        if not self.learns:
+            del state.tokens
         if self._scatters:
             hidden = self._gather_sequence(hidden)
-        tokens = self._tokens[microbatch] if self.learns else self._tokens.pop(microbatch)
         if self._has_loss_of_logits:
             self._run_loss_of_logits(microbatch, hidden, tokens)
             return
         # Only a loss of logits reads the data again; otherwise do not keep the batch for it.
         if isinstance(self.second_reader, Reader):
             self.second_reader.pass_over()
-        labels = self._labels.pop(microbatch)
+        labels, state.labels = state.labels, None
+        assert labels is not None
         flat, weight = labels.t().flatten(), self._head.detach()
-        needs_best = len(labels) > self._shapes[microbatch][0]
+        needs_best = len(labels) > state.shape[0]
         logits = Logits.of(weight, hidden.flatten(0, 1), flat, self._first_row, needs_best)
         # The input gradient is computed here, before the global maxima and sums are known, and
         # rescaled after the reduction. So B does not wait for another GEMM (arXiv 2411.05288,
@@ -368,9 +400,9 @@ class SharedVocabulary(StepHook):
             return (*statistics, input_gradient) if device == self._loss_device else statistics
 
         inputs = [flat, *logits.statistics, parts, *([] if product is None else [product])]
-        self._pending_sums[microbatch] = self.collectives.begin(add_up, inputs)
+        state.pending_sums = self.collectives.begin(add_up, inputs)
         if self.learns:
-            self._logits[microbatch] = logits
+            state.logits = logits
             self._track_tensors(logits.softmax, logits.hidden)
         # No later LOGITS pass sends this gradient.
         if microbatch == self.num_microbatches - 1 or not self.learns:
@@ -400,13 +432,14 @@ class SharedVocabulary(StepHook):
             self.collectives.sum_to(device, product, f"the gradients of S.{microbatch}")
             return (product,)
 
-        self._pending_sums[microbatch] = self.collectives.begin(add_up, [product])
-        self._logit_gradients[microbatch] = flat, hidden.flatten(0, 1)
-        self._track_tensors(*self._logit_gradients[microbatch])
+        state = self._microbatches[microbatch]
+        state.pending_sums = self.collectives.begin(add_up, [product])
+        state.logit_gradient = flat, hidden.flatten(0, 1)
+        self._track_tensors(*state.logit_gradient)
 
     def wait_for_sums(self, microbatch: int) -> None:
         """Run LOSS on the collective queue."""
-        pending = self._pending_sums.get(microbatch)
+        pending = self._microbatches[microbatch].pending_sums
         if pending is not None:  # otherwise another pass has read the result already
             pending.wait()
 
@@ -419,14 +452,15 @@ class SharedVocabulary(StepHook):
         return self._output_gradient(work.microbatch)
 
     def _output_gradient(self, number: int) -> Tensor:
-        batch = self._shapes[number][0]
+        state = self._microbatches[number]
+        batch = state.shape[0]
         if self._has_loss_of_logits:
-            (part,) = self._pending_sums.pop(number).result()
+            assert state.pending_sums is not None
+            (part,), state.pending_sums = state.pending_sums.result(), None
             return self._sum_over_tensor_ranks(part.view(-1, batch, part.shape[-1]))
         gradient = self._loss_gradient(number).t()
-        part = self._sum_over_tensor_ranks(
-            self._input_gradients.pop(number).view(*gradient.shape, -1)
-        )
+        part = self._sum_over_tensor_ranks(state.input_gradient.view(*gradient.shape, -1))
+        del state.input_gradient
         if self._scatters:
             gradient = gradient.chunk(self._tensor_ranks)[self.tensor_group.rank()]
         output_gradient = (gradient.unsqueeze(-1) * part).to(part.dtype)
@@ -436,35 +470,38 @@ class SharedVocabulary(StepHook):
 
     def own_head_weights(self, microbatch: int) -> None:
         """Run HEAD_WEIGHT."""
+        state = self._microbatches[microbatch]
         if self._has_loss_of_logits:
-            gradient, hidden = self._logit_gradients.pop(microbatch)
+            gradient, hidden = state.logit_gradient
+            del state.logit_gradient
             accumulate_weight_grad(self._head, gradient, hidden, self._kernel())
             self.gradient_sync.added([self._head])
             return
         statistics, gradient = self._statistics_of(microbatch), self._loss_gradient(microbatch)
-        logits = self._logits.pop(microbatch)
+        logits = state.logits
+        del state.logits
         logits.add_weight_gradient(self._head, statistics, gradient.t().flatten(), self._kernel())
         self.gradient_sync.added([self._head])
 
     def own_embedding_weights(self, microbatch: int) -> None:
         """Run LOOKUP_WEIGHT."""
-        rows = Rows.of(self._tokens.pop(microbatch).flatten(), self._first_row, len(self._table))
-        gradients = [
-            gradient.flatten(0, 1) for gradient in self._embedding_gradients.pop(microbatch)
-        ]
+        state = self._microbatches[microbatch]
+        rows = Rows.of(state.tokens.flatten(), self._first_row, len(self._table))
+        gradients = [gradient.flatten(0, 1) for gradient in state.embedding_gradients]
+        del state.tokens, state.embedding_gradients
         add_rows(self._table, rows, torch.cat(gradients) if len(gradients) > 1 else gradients[0])
         self.gradient_sync.added([self._table])
 
     def _read_tokens(self, microbatch: int) -> None:
+        state = self._microbatches[microbatch]
         if self._device == self._first_device:
             tokens = self._next_tokens(microbatch)
-            self._shapes[microbatch] = self._broadcast_shape(tokens.shape)
+            state.shape = self._broadcast_shape(tokens.shape)
         else:
-            self._shapes[microbatch] = self._broadcast_shape((0, 0))
-            batch, sequence = self._shapes[microbatch]
+            state.shape = batch, sequence = self._broadcast_shape((0, 0))
             shape = (1 + self.stage_map.predicting) * batch, sequence
             tokens = self._empty(shape, torch.int64)
-        self._tokens[microbatch] = self.collectives.from_one(self._first_device, tokens, "tokens")
+        state.tokens = self.collectives.from_one(self._first_device, tokens, "tokens")
 
     def _broadcast_shape(self, lookups: Sequence[int]) -> tuple[int, int]:
         """Return [b, s] of a microbatch; with variable lengths, the first stage broadcasts it."""
@@ -521,26 +558,24 @@ class SharedVocabulary(StepHook):
             iterator = recorded if routers else self.iterator
             try:
                 _, loss_function = self.forward_step_func(iterator, self.first)
-                self._calls[microbatch] = (*calls[0], loss_function)
+                self._microbatches[microbatch].call = (*calls[0], loss_function)
             except ModelCalled:
                 restore(routers, router_states)
-                self._replayed[microbatch] = recorded.replay()
+                self._microbatches[microbatch].replayed_data = recorded.replay()
         return calls[0]
 
     def _read_hidden(self, microbatch: int) -> None:
         """Receive the last stage's output and labels, and g of the previous microbatch."""
         description = f"the output of the last stage's F of microbatch {microbatch}"
         self._broadcast_loss_type(microbatch, description)
-        shape = self._logits_shape(microbatch)
+        state, shape = self._microbatches[microbatch], self._logits_shape(microbatch)
         if self._device == self._loss_device:
-            hidden = self._head_inputs[microbatch].contiguous()
+            hidden = state.head_input.contiguous()
         else:
             length = shape[1] // (self._tensor_ranks if self._scatters else 1)
             width = self._table.shape[1]
             hidden = self._empty((length, shape[0], width), self.config.pipeline_dtype)
-        self._head_inputs[microbatch] = self.collectives.from_one(
-            self._loss_device, hidden, description
-        )
+        state.head_input = self.collectives.from_one(self._loss_device, hidden, description)
         if self._has_loss_of_logits:
             return
         previous = microbatch - 1 if self.learns else -1
@@ -552,22 +587,24 @@ class SharedVocabulary(StepHook):
         buffer = self._empty((sum(sizes),), torch.float64)
         labels, *gradients = map(Tensor.view, buffer.split(sizes), shapes)
         if self._device == self._loss_device:
-            labels.copy_(self._labels[microbatch])
+            assert state.labels is not None
+            labels.copy_(state.labels)
             for gradient in gradients:
                 gradient.copy_(self._loss_gradient(previous))
         self.collectives.from_one(self._loss_device, buffer, description)
-        self._labels[microbatch] = labels.long()
+        state.labels = labels.long()
         for gradient in gradients:
-            self._gradients.setdefault(previous, gradient.float())
+            if self._microbatches[previous].gradient is None:
+                self._microbatches[previous].gradient = gradient.float()
 
     def _logits_shape(self, microbatch: int) -> tuple[int, int]:
         """Return [b, s] including the sequences of multi-token prediction (training only)."""
-        batch, sequence = self._shapes[microbatch]
+        batch, sequence = self._microbatches[microbatch].shape
         return (1 + self.stage_map.predicting * self.learns) * batch, sequence
 
     def _broadcast_loss_type(self, microbatch: int, description: str) -> None:
         """Broadcast once per step whether the trainer computes its loss from logits."""
-        has_labels = microbatch in self._labels
+        has_labels = self._microbatches[microbatch].labels is not None
         if self._has_loss_of_logits is None:
             # Only the loss rank knows; all others receive its value.
             is_from_logits = self._device == self._loss_device and not has_labels
@@ -584,7 +621,8 @@ class SharedVocabulary(StepHook):
 
     def _read_embedding_gradient(self, microbatch: int) -> None:
         description = f"the embeddings' gradient of microbatch {microbatch}"
-        embeddings, gradients = self._used_embeddings.pop(microbatch, []), []
+        state, gradients = self._microbatches[microbatch], []
+        embeddings, state.used_embeddings = state.used_embeddings, []
         for device in self._readers:
             if self._device == device:
                 gradient = embeddings.pop(0).grad
@@ -593,42 +631,44 @@ class SharedVocabulary(StepHook):
                     gradient = self._gather_sequence(gradient).transpose(0, 1)
                 gradient = gradient.contiguous()
             else:
-                shape = (*self._shapes[microbatch], self._table.shape[1])
+                shape = (*state.shape, self._table.shape[1])
                 gradient = self._empty(shape, self._table.dtype)
             gradients.append(self.collectives.from_one(device, gradient, description))
-        self._embedding_gradients[microbatch] = gradients
+        state.embedding_gradients = gradients
 
     def _statistics_of(self, microbatch: int) -> Statistics:
         """Wait for the reductions of a microbatch, and return them."""
-        if microbatch not in self._statistics:
-            results = self._pending_sums[microbatch].result()
-            del self._pending_sums[microbatch]
-            self._statistics[microbatch] = Statistics(*results[:_NUM_STATISTICS])
+        state = self._microbatches[microbatch]
+        if state.statistics is None:
+            assert state.pending_sums is not None
+            results, state.pending_sums = state.pending_sums.result(), None
+            state.statistics = Statistics(*results[:_NUM_STATISTICS])
             for part in results[_NUM_STATISTICS:]:
-                self._input_gradients[microbatch] = part
-        return self._statistics[microbatch]
+                state.input_gradient = part
+        return state.statistics
 
     def _loss_gradient(self, microbatch: int) -> Tensor:
         """Return g of a microbatch; the loss rank computes the loss at the first call."""
-        if microbatch not in self._gradients:
-            if self._device == self._loss_device:
-                self._compute_loss(microbatch)
-            else:
-                assert self._last_gradient is not None
-                self._gradients[microbatch] = self._last_gradient.result()
-        return self._gradients[microbatch]
+        state = self._microbatches[microbatch]
+        if state.gradient is None and self._device == self._loss_device:
+            self._compute_loss(microbatch)
+        elif state.gradient is None:
+            assert self._last_gradient is not None
+            state.gradient = self._last_gradient.result()
+        assert state.gradient is not None
+        return state.gradient
 
     def _compute_loss(self, microbatch: int) -> None:
-        statistics, batches = self._statistics_of(microbatch), self._shapes[microbatch][0]
+        state, statistics = self._microbatches[microbatch], self._statistics_of(microbatch)
+        batches, loss_function = state.shape[0], state.loss_function
+        state.loss_function = None
         losses = self._by_sequence(microbatch, statistics.losses)
-        gradient = self.compute_loss(
-            losses[:batches].contiguous(), self._loss_functions.pop(microbatch)
-        )
+        gradient = self.compute_loss(losses[:batches].contiguous(), loss_function)
         if gradient is not None:
             _, *further_losses = losses.split(batches)
             _, *best_rows = self._by_sequence(microbatch, statistics.best).split(batches)
             gradients = self._further_losses.record_losses(microbatch, further_losses, best_rows)
-            self._gradients[microbatch] = torch.cat([gradient, *gradients])
+            state.gradient = torch.cat([gradient, *gradients])
 
     def _by_sequence(self, microbatch: int, flat: Tensor) -> Tensor:
         """Reshape values of all tokens to [heads x b, s]."""
@@ -638,12 +678,13 @@ class SharedVocabulary(StepHook):
         """Compute the loss of the last microbatch, and broadcast its gradient."""
         if self._device == self._loss_device:
             self._compute_loss(microbatch)
+        state = self._microbatches[microbatch]
         if not self.learns:
-            self._pending_sums.pop(microbatch, None)
-            self._statistics.pop(microbatch, None)
+            state.pending_sums = state.statistics = None
             return
         if self._device == self._loss_device:
-            gradient = self._gradients[microbatch]
+            assert state.gradient is not None
+            gradient = state.gradient
         else:
             gradient = self._empty(self._logits_shape(microbatch), torch.float32)
         send = partial(
