@@ -345,10 +345,11 @@ def test_inference_engine_does_not_inherit_the_loading_mode(
 ) -> None:
     """CUDA has read it by the time that the optimizer is made, of whatever library."""
     from megatron_vshape.mcore.hooks import core_hooks
-    from megatron_vshape.mcore.hooks.session import Session
+    from megatron_vshape.mcore.hooks.session import ProcessState, Session
 
     environ = process.complete(options())
-    session: Any = Session(megatrons_own="interleaved-1f1b", environment=process.settings)
+    process_state = ProcessState(environment=process.settings)
+    session: Any = Session(megatrons_own="interleaved-1f1b", process=process_state)
     make = core_hooks.get_megatron_optimizer(session, lambda *_: "an optimizer")
     assert make() == "an optimizer"
     assert environ == {LOADING: "EAGER"}  # CUDA has not started
@@ -356,7 +357,7 @@ def test_inference_engine_does_not_inherit_the_loading_mode(
     assert make() == "an optimizer"
     assert environ == {}
     environ[LOADING] = "LAZY"  # of the user
-    session.environment.set_names = frozenset()
+    session.process.environment.set_names = frozenset()
     make()
     assert environ == {LOADING: "LAZY"}
 

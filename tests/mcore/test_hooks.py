@@ -158,7 +158,7 @@ def test_the_parser_leaves_no_trace_of_flags_that_are_not_given() -> None:
     assert vars(parser.parse_args(["--pipeline-schedule", "v-min"])) == {
         "pipeline_schedule": "v-min"
     }
-    assert session.names_schedule
+    assert session.process.names_schedule
 
 
 def all_attributes() -> dict[str, Any]:

@@ -60,7 +60,7 @@ def test_provider_gets_the_ends_of_the_chunk(monkeypatch: pytest.MonkeyPatch) ->
             assert tuple(outer_ends) == expected
             assert seen == (*expected, chunk, 2)
     finally:
-        session.replaced.undo()
+        session.process.replaced.undo()
 
 
 def test_provider_sees_no_chunks_and_its_model_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_provider_sees_no_chunks_and_its_model_gets_them(monkeypatch: pytest.Mon
         assert config.virtual_pipeline_model_parallel_size == 2
         assert session.build.provided_chunk is None
     finally:
-        session.replaced.undo()
+        session.process.replaced.undo()
     assert Provider.provide is original
 
 

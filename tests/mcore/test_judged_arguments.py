@@ -318,4 +318,4 @@ def test_defaults_of_megatron_do_not_include_arguments_of_a_library() -> None:
     parser, session = ArgumentParser(add_help=False), Session()
     parser.add_argument("--before")
     training.add_megatron_arguments(session, megatron)(parser).add_argument("--after")
-    assert session.megatron_defaults == {"new_option": 3}
+    assert session.process.megatron_defaults == {"new_option": 3}

@@ -60,7 +60,7 @@ def test_sorting_before_the_step_that_records_is_rejected() -> None:
     with pytest.raises(UnsupportedError, match="stages 3 of layer split 3,3,2,0 have no layers"):
         table(*SIZES)
     assert table(4, 1, 2) == [4, 1, 2]  # one chunk runs microbatches in order
-    session.is_capturing = True
+    session.steps.is_capturing = True
     assert table(*SIZES) == list(SIZES)
 
 
@@ -85,7 +85,7 @@ def test_gather_is_replaced_in_a_renamed_module() -> None:
         assert fork.pp_gather.__wrapped__ is originals[0]
         assert unrelated.pp_gather is originals[1]
     finally:
-        session.replaced.undo()
+        session.process.replaced.undo()
         del sys.modules["replay_of_a_fork"], sys.modules["unrelated"]
     assert fork.pp_gather is originals[0]
 

@@ -66,5 +66,5 @@ def test_weights_are_loaded_on_the_rank_of_their_stage(monkeypatch: pytest.Monke
         assert expected_places(EMBEDDING) == [(1, 0)]  # tied embeddings on one rank are one weight
         assert DistConverter(1).is_pipeline_last_stage(1)
     finally:
-        session.replaced.undo()
+        session.process.replaced.undo()
     assert expected_places(EMBEDDING) == [(0, 0), (1, 1)]

@@ -62,7 +62,7 @@ def data_parallel_config_post_init(session: Session, original: Function, config:
     combination.
     """
     if getattr(config, "nccl_ub", False):
-        session.environment.register_buffers()
+        session.process.environment.register_buffers()
     original(config)
 
 
@@ -80,7 +80,7 @@ def _set_stages(session: Session, options: Options, config: Any) -> None:
         pipeline = configure.pipeline_from_config(config, options)
         rank_zero = RankZeroPlanner(str(options.schedule), options.timeout_seconds)
         session.choose(pipeline, None, rank_zero)
-        session.environment.set_variables(config, pipeline)
+        session.process.environment.set_variables(config, pipeline)
         return
     sizes = config.pipeline_model_parallel_size, config.num_layers
     built_sizes = pipeline.stage_map.num_ranks, sum(pipeline.stage_map.layers)
@@ -357,8 +357,8 @@ def get_megatron_optimizer(session: Session, original: Function, *args: Any, **o
     if session.pipeline is not None:
         config = inspect.signature(original).bind(*args, **options).arguments["config"]
         log_translated(translate(config, session.pipeline.stage_map.placement))
-    session.optimizer = optimizer = original(*args, **options)
-    session.environment.withdraw_loading_mode()  # the model is on its device by now
+    session.build.optimizer = optimizer = original(*args, **options)
+    session.process.environment.withdraw_loading_mode()  # the model is on its device by now
     return optimizer
 
 

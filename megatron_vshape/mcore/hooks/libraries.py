@@ -53,7 +53,7 @@ def schedule_table(
             f"{', '.join(empty)} of layer split {','.join(map(str, layers))} have no layers: give "
             "--pipeline-layer-split with at least one layer per stage"
         )
-    runner = session.runner
+    runner = session.steps.runner
     calls = runner.calls if isinstance(runner, PipelineRunner) else None
     if calls is None or len(calls.ended) != num_microbatches * num_chunks:
         raise UnsupportedError(
@@ -79,7 +79,7 @@ def gather_by_placement(session: Session) -> None:
         if not inspect.isfunction(function) or hasattr(function, "__wrapped__"):
             continue
         if tuple(inspect.signature(function).parameters)[:2] == GATHER_PARAMETERS:
-            session.replaced.put(module, "pp_gather", _gathers(session, function))
+            session.process.replaced.put(module, "pp_gather", _gathers(session, function))
 
 
 def _gathers(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,7 +140,7 @@ def patch_roll_converter(session: Session, pipeline: RunConfig) -> None:
     weight. The patch applies only if mcore_adapter builds the model.
     """
     converter = getattr(sys.modules.get(_CONVERTER), "DistConverter", None)
-    if converter is None or session.replaced.has(converter, "_get_layer_info"):
+    if converter is None or session.process.replaced.has(converter, "_get_layer_info"):
         return
     stage_map, is_here = pipeline.stage_map, converter.is_on_this_rank
 
@@ -166,10 +166,10 @@ def patch_roll_converter(session: Session, pipeline: RunConfig) -> None:
         elsewhere = is_twice and not is_first(self, vp_stage or 0)
         return not elsewhere and bool(is_here(self, weight_name, vp_stage))
 
-    session.replaced.put(converter, "_get_layer_info", layer_info)
-    session.replaced.put(converter, "is_pipeline_first_stage", is_first)
-    session.replaced.put(converter, "is_pipeline_last_stage", is_last)
-    session.replaced.put(converter, "is_on_this_rank", is_on_this_rank)
+    session.process.replaced.put(converter, "_get_layer_info", layer_info)
+    session.process.replaced.put(converter, "is_pipeline_first_stage", is_first)
+    session.process.replaced.put(converter, "is_pipeline_last_stage", is_last)
+    session.process.replaced.put(converter, "is_on_this_rank", is_on_this_rank)
 
 
 def have_chunks_provided(session: Session, config: Any) -> None:
@@ -356,14 +356,14 @@ def keep_all_chunks(session: Session) -> None:
     bridge: Any = getattr(setup, "AutoBridge", None)
     if worker is None or setup is None or bridge is None:
         return
-    if session.replaced.has(setup, "get_model"):  # set by the last lines of this function
+    if session.process.replaced.has(setup, "get_model"):  # set by the last lines of this function
         return
     if not all(hasattr(worker, name) for name in (*_LISTS[_WORKER], "setup_model_and_optimizer")):
         return
     owners = {worker: _LISTS[_WORKER], setup: _LISTS[_SETUP], bridge: _EXPORTS}
     for owner, names in owners.items():
         for name in names:
-            session.replaced.put(owner, name, with_chunks(getattr(owner, name)))
+            session.process.replaced.put(owner, name, with_chunks(getattr(owner, name)))
     _keep_built_chunks(session, worker, setup)
 
 
@@ -398,9 +398,9 @@ def _keep_built_chunks(session: Session, worker: ModuleType, setup: ModuleType) 
             for name, value in ModelChunks(chunks).state_dict().items()
         }
 
-    session.replaced.put(setup, "get_model", get_and_record)
-    session.replaced.put(worker, "setup_model_and_optimizer", setup_model)
-    session.replaced.put(worker, "setup_reference_model_state", setup_reference)
+    session.process.replaced.put(setup, "get_model", get_and_record)
+    session.process.replaced.put(worker, "setup_model_and_optimizer", setup_model)
+    session.process.replaced.put(worker, "setup_reference_model_state", setup_reference)
 
 
 def _check_value_worker(session: Session) -> None:

@@ -20,7 +20,7 @@ from megatron_vshape.mcore.hook import ABSENT, Dependency, Hook, Release, Replac
 from megatron_vshape.mcore.hooks.core_hooks import HOOKS as STAGE_HOOKS
 from megatron_vshape.mcore.hooks.optimizer_state import HOOKS as CHECKPOINT_HOOKS
 from megatron_vshape.mcore.hooks.session import HOOKS as STEP_HOOKS
-from megatron_vshape.mcore.hooks.session import Session
+from megatron_vshape.mcore.hooks.session import ProcessState, Session
 from megatron_vshape.mcore.options import options_from
 from megatron_vshape.mcore.setup.features import features
 
@@ -225,7 +225,7 @@ def install(options: Mapping[str, Any] | None = None) -> None:
     faults = [state.fault for state in examine() if state.fault is not None]
     if faults:
         raise HookError(faults[0])
-    _session = session = Session(registered=registered)
+    _session = session = Session(process=ProcessState(registered=registered))
     replacements_by_id: dict[int, Any] = {}  # names of one object get one replacement
     # Read before any replacement: `_swap` finds imports by name through the identity of the
     # original.
@@ -241,7 +241,7 @@ def install(options: Mapping[str, Any] | None = None) -> None:
         for original in originals
         if original is not ABSENT
     }
-    _swap(pairs, session.replaced)
+    _swap(pairs, session.process.replaced)
 
 
 def uninstall() -> None:
@@ -249,7 +249,7 @@ def uninstall() -> None:
     global _session
     if _session is None:
         return
-    undone = _session.pipeline_hooks.undo() + _session.replaced.undo()
+    undone = _session.process.pipeline_hooks.undo() + _session.process.replaced.undo()
     _session = None
     # Only functions have an identity to search for: a value such as True is shared by everything.
     pairs = {id(value): (value, original) for value, original in undone}
@@ -295,9 +295,10 @@ def _install(hook: Hook, session: Session, replacements_by_id: dict[int, Any]) -
     if id(original) not in replacements_by_id:
         replacements_by_id[id(original)] = hook.replacement(session, original)
     if hook.only_with_pipeline:
-        session.pipeline_hooks.values.append((owner, hook.name, replacements_by_id[id(original)]))
+        replacement = owner, hook.name, replacements_by_id[id(original)]
+        session.process.pipeline_hooks.values.append(replacement)
     else:
-        session.replaced.put(owner, hook.name, replacements_by_id[id(original)])
+        session.process.replaced.put(owner, hook.name, replacements_by_id[id(original)])
 
 
 def _examine(record: Target) -> Finding:

@@ -59,8 +59,34 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
+class ProcessState:
+    """State of the hooks from `registry.install` to `registry.uninstall`."""
+
+    registered: Options | None = None  # the options of `register`
+    chosen_by_flags: bool = False  # Megatron's parser has run; its flags override `registered`
+    names_schedule: bool = False  # the flags name a schedule, even if it is rejected later
+    megatron_defaults: Mapping[str, Any] = field(default_factory=dict)  # of its own arguments
+    environment: Environment = field(default_factory=Environment)
+    prepared: WeakSet[nn.Module] = field(default_factory=WeakSet)  # first chunks of models
+    # Replaced attributes of Megatron and libraries.
+    replaced: Replaced = field(default_factory=Replaced)
+    pipeline_hooks: Switched = field(default_factory=Switched)
+
+
+@dataclass(slots=True)
+class StepsState:
+    """State of the steps of a run."""
+
+    # The step function of the trainer; created before training starts, or in the first step of a
+    # library.
+    runner: PipelineRunner | None = None
+    iteration_log: IterationLog | None = None  # set while Megatron's trainer runs
+    is_capturing: bool = False  # Transformer Engine is capturing CUDA graphs
+
+
+@dataclass(slots=True)
 class BuildState:
-    """The chunks of this rank while they are built (`core_hooks`)."""
+    """The chunks of this rank while they are built (`core_hooks`), and their optimizer."""
 
     # True from the end of a chunk's constructor until the optimizer or the first step. A library
     # may extend the model then, and query which chunks are the first and the last stage.
@@ -70,6 +96,7 @@ class BuildState:
     # Chunk whose position the trainer queried last; mbridge's Qwen3-VL then gets no vp_stage.
     queried_chunk: int | None = None
     embedding_chunk: nn.Module | None = None  # with the embedding, until the last one is built
+    optimizer: Any = None
     # Last chunk -> first chunk of the same rank, whose embedding weights it shares.
     tied_to: WeakKeyDictionary[nn.Module, nn.Module] = field(default_factory=WeakKeyDictionary)
 
@@ -90,7 +117,7 @@ class BuildState:
 
 @dataclass(slots=True)
 class Session:
-    """State shared by the hooks, from `registry.install` to `registry.uninstall`.
+    """State shared by the hooks, by lifetime: the process, the model of a run, its steps.
 
     `pipeline` is None while Megatron's schedules run; then every hook behaves as upstream.
     """
@@ -99,27 +126,13 @@ class Session:
     pipeline: RunConfig | None = None
     planner: Planner | None = None  # of the pipeline
     megatrons_own: str | None = None
-    registered: Options | None = None  # the options of `register`
-    chosen_by_flags: bool = False  # Megatron's parser has run; its flags override `registered`
-    names_schedule: bool = False  # the flags name a schedule, even if it is rejected later
-    megatron_defaults: Mapping[str, Any] = field(default_factory=dict)  # of its own arguments
     # Keeps the store of the ranks' rendezvous open: some ranks may still read a plan from it.
     rank_zero: RankZeroPlanner | None = None
-    environment: Environment = field(default_factory=Environment)
-    # Build and checkpoint.
-    build: BuildState = field(default_factory=BuildState)
-    optimizer: Any = None
     arguments: Namespace | None = None  # of Megatron-LM's trainer, once validated
-    # Steps. The runner is the step function of the trainer; it is created before training starts,
-    # or in the first step of a library.
-    runner: PipelineRunner | None = None
-    prepared: WeakSet[nn.Module] = field(default_factory=WeakSet)  # first chunks of models
-    step: StepState = field(default_factory=StepState)
-    iteration_log: IterationLog | None = None  # set while Megatron's trainer runs
-    is_capturing: bool = False  # Transformer Engine is capturing CUDA graphs
-    # Replaced attributes of Megatron and libraries.
-    replaced: Replaced = field(default_factory=Replaced)
-    pipeline_hooks: Switched = field(default_factory=Switched)
+    process: ProcessState = field(default_factory=ProcessState)
+    build: BuildState = field(default_factory=BuildState)
+    steps: StepsState = field(default_factory=StepsState)
+    step: StepState = field(default_factory=StepState)  # shared with layers and stages
 
     def choose(
         self,
@@ -131,19 +144,19 @@ class Session:
 
         `rank_zero` plans for all ranks.
         """
-        self.pipeline, self.megatrons_own, self.runner = pipeline, megatrons_own, None
+        self.pipeline, self.megatrons_own, self.steps.runner = pipeline, megatrons_own, None
         self.rank_zero = rank_zero
         self._reset_planner()
         self.build.is_extensible = False
         self.step.splits_backward = pipeline is not None
         # These hooks replace classes and flags, which cannot pass a call to the original.
-        self.pipeline_hooks.switch(pipeline is not None)
+        self.process.pipeline_hooks.switch(pipeline is not None)
 
     def patch_once(self, owner: type, make: Callable[[], Mapping[str, Any]]) -> None:
         """Set attributes of a library's class, which `make` returns, until `uninstall`."""
         for name, value in make().items():
-            if not self.replaced.has(owner, name):
-                self.replaced.put(owner, name, value)
+            if not self.process.replaced.has(owner, name):
+                self.process.replaced.put(owner, name, value)
 
     @property
     def is_idle(self) -> bool:
@@ -157,10 +170,9 @@ class Session:
         --inprocess-restart). That run plans again: after a failure, only some ranks may have
         measured costs or agreed on a program.
         """
-        if self.runner is not None:
-            self.runner.free_state(quietly=restarts)
-        self.runner = self.iteration_log = self.optimizer = None
-        self.build = BuildState()
+        if self.steps.runner is not None:
+            self.steps.runner.free_state(quietly=restarts)
+        self.build, self.steps = BuildState(), StepsState()
         self._reset_planner()
 
     def _reset_planner(self) -> None:
@@ -183,9 +195,10 @@ class Session:
 
     def pipeline_runner(self, pipeline: RunConfig) -> PipelineRunner:
         """Return the runner of this package's schedule; creates it at the first call."""
-        if self.runner is None:
-            self.runner = PipelineRunner(self.step, pipeline, self.planner_of_run(), self.logs)
-        return self.runner
+        if self.steps.runner is None:
+            planner = self.planner_of_run()
+            self.steps.runner = PipelineRunner(self.step, pipeline, planner, self.logs)
+        return self.steps.runner
 
     def prepare_model(self, call: Mapping[str, Any]) -> None:
         """Prepare a model at its first step, connect the ranks, and log the first training plan.
@@ -197,7 +210,7 @@ class Session:
         if self.pipeline is None:
             return
         # By model, not once: RL libraries run an actor, a critic and a reference in one process.
-        is_prepared = model[0] in self.prepared
+        is_prepared = model[0] in self.process.prepared
         if not is_prepared:
             self._change_layers(self.pipeline, model, call["data_iterator"])
         with refusing():
@@ -208,8 +221,8 @@ class Session:
             if text:
                 logger.log(logging.DEBUG if dist.get_rank() else logging.INFO, "%s", text)
         if not is_prepared:
-            self.environment.withdraw_loading_mode()
-            self.prepared.add(model[0])
+            self.process.environment.withdraw_loading_mode()
+            self.process.prepared.add(model[0])
 
     def _change_layers(
         self, pipeline: RunConfig, model: Sequence[nn.Module], data_iterator: Any
@@ -290,14 +303,14 @@ class Session:
         num_microbatches: int,
     ) -> list[report.StaticMemory]:
         """Reserve static memory and P2P buffers in the limit; return the memory of each rank."""
-        if self.optimizer is None:
+        if self.build.optimizer is None:
             raise UnsupportedError(
                 "a memory limit requires an optimizer from megatron.core.optimizer, whose "
                 "state it includes. Create the optimizer there, or remove the limit"
             )
         runner = self.pipeline_runner(pipeline)
         overlaps = runner.overlaps_steps
-        local_memory = report.static_memory(model, self.optimizer, overlaps)
+        local_memory = report.static_memory(model, self.build.optimizer, overlaps)
         group = parallel_state.get_pipeline_model_parallel_group()
         # All data-parallel replicas need one plan, so the replica with the most static memory
         # decides.
@@ -312,16 +325,16 @@ class Session:
     @property
     def library_options(self) -> Options | None:
         """The options of `register`; None without them, or if flags decide."""
-        return None if self.chosen_by_flags else self.registered
+        return None if self.process.chosen_by_flags else self.process.registered
 
     def name_options(self, error: BaseException) -> None:
         """Name the options in an error as the user gave them: flags, or keywords of `register`."""
-        if self.registered is not None and not self.names_schedule:
+        if self.process.registered is not None and not self.process.names_schedule:
             name_keywords(error)
 
     def logs(self, ahead: int) -> bool:
         """Return whether Megatron's trainer logs the step `ahead` steps after the current one."""
-        return self.iteration_log is not None and self.iteration_log.has(ahead)
+        return self.steps.iteration_log is not None and self.steps.iteration_log.has(ahead)
 
 
 @replaces
@@ -336,7 +349,7 @@ def get_forward_backward_func(
         check_one_module(pipeline.choice.name, *args, *options.values())
     session.build.is_extensible = False
     # A library registers before it initializes process groups, so the P2P backend was a guess.
-    if session.runner is None:
+    if session.steps.runner is None:
         session.use_backend_of_run()
         pipeline = session.pipeline or pipeline
     # Megatron gets a function for training and one per evaluation. All of them use one runner
@@ -383,7 +396,7 @@ def create_cudagraphs(session: Session, original: Function, helper: Any) -> None
     session.pipeline_runner(pipeline).rest()
     capture = _capture_of_weights(session, pipeline, helper) if pipeline.splits_graphs else None
     # So that `get_schedule_table` does not reject the call that the capture makes.
-    session.is_capturing = True
+    session.steps.is_capturing = True
     try:
         with graphs.capturing(helper, capture, session.step):
             original(helper)
@@ -394,7 +407,7 @@ def create_cudagraphs(session: Session, original: Function, helper: Any) -> None
                 work for work in capture.passes if work.kind in (Kind.F, Kind.B, Kind.W, Kind.BW)
             ]
     finally:
-        session.is_capturing = False
+        session.steps.is_capturing = False
 
 
 def _capture_of_weights(session: Session, pipeline: RunConfig, helper: Any) -> graphs.Capture:
@@ -423,7 +436,7 @@ def get_schedule_table(
     all ranks.
     """
     # Transformer Engine's capture uses only the number of passes in the table.
-    if session.pipeline is None or session.is_capturing or num_model_chunks == 1:
+    if session.pipeline is None or session.steps.is_capturing or num_model_chunks == 1:
         return original(num_microbatches, num_model_chunks, *args, **options)
     libraries.gather_by_placement(session)
     return libraries.schedule_table(session, num_microbatches, num_model_chunks)

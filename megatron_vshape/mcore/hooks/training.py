@@ -45,13 +45,13 @@ def add_megatron_arguments(
     """Add this package's flags after Megatron's, whose defaults the session records."""
 
     def record(name: str) -> str:
-        session.names_schedule = True
+        session.process.names_schedule = True
         return name
 
     # A library's parser may have its own arguments before and after this call.
     former_names = {action.dest for action in parser._actions}
     parser = original(parser)
-    session.megatron_defaults = {
+    session.process.megatron_defaults = {
         action.dest: action.default for action in parser._actions if action.dest not in former_names
     }
     return add_arguments(parser, record)
@@ -67,15 +67,15 @@ def validate_args(
         # exist yet.
         rank_zero = configure.rank_zero_planner(args)
         # Before Megatron's checks, which reject chunks and layer counts that the schedule sets.
-        pipeline = configure.pipeline_from_args(args, session.registered, rank_zero)
+        pipeline = configure.pipeline_from_args(args, session.process.registered, rank_zero)
         # From here on the hooks act. None for both: Megatron runs as without this package.
         session.choose(pipeline, megatrons_own(args), rank_zero)
-        session.chosen_by_flags = True
+        session.process.chosen_by_flags = True
     if pipeline is not None:
         # Before the original, which changes arguments.
-        warn_of_unjudged(args, session.megatron_defaults)
+        warn_of_unjudged(args, session.process.megatron_defaults)
         # Before the original: Megatron's checks initialize CUDA, which reads the environment.
-        session.environment.set_variables(args, pipeline)
+        session.process.environment.set_variables(args, pipeline)
     validated = original(args, *positional, **options)
     session.arguments = args
     # After them: the number of microbatches and some sizes are known only now.
@@ -94,7 +94,7 @@ def core_transformer_config_from_args(
     this call. They must not keep it: Megatron writes the arguments into checkpoints.
     """
     args = inspect.signature(original).bind(*positional, **options).arguments["args"]
-    if not session.chosen_by_flags and session.registered is None:
+    if not session.process.chosen_by_flags and session.process.registered is None:
         _reject_unvalidated_schedule(args)
     with Replaced() as replaced:
         if session.pipeline is not None:
@@ -122,8 +122,8 @@ def pretrain(session: Session, original: Function, *args: Any, **options: Any) -
         return original(*bound.args, **bound.kwargs)
     finally:
         # Data loaders end with their last reference, and a restarted run must plan again.
-        restarts = session.runner is not None and getattr(get_args(), "inprocess_restart", False)
-        session.end_run(restarts)
+        has_run = session.steps.runner is not None
+        session.end_run(has_run and getattr(get_args(), "inprocess_restart", False))
 
 
 def _model_provider(session: Session, provider: Function) -> Function:
@@ -218,7 +218,7 @@ def train(session: Session, original: Function, *args: Any, **options: Any) -> A
         with refusing():
             tokens = get_args().seq_length * get_args().micro_batch_size
             # With a memory limit, the optimizer's state counts as static memory.
-            session.optimizer = arguments["optimizer"]
+            session.build.optimizer = arguments["optimizer"]
             # Creating communicators is collective and slow: not in the first iteration, whose time
             # is logged.
             print_rank_0(
@@ -230,7 +230,7 @@ def train(session: Session, original: Function, *args: Any, **options: Any) -> A
     elif session.megatrons_own is None:
         _reject_unvalidated_schedule(get_args())
     if pipeline is not None or session.megatrons_own is not None:
-        session.iteration_log = IterationLog()
+        session.steps.iteration_log = IterationLog()
     try:
         result = _log_failure(session, lambda: original(*args, **options))
     # RefusedError is a SystemExit, too, but a rejected run has no results to print.
@@ -354,30 +354,30 @@ def _log_failure(session: Session, train: Callable[[], Any]) -> Any:
 def _position(session: Session) -> str:
     """Describe the current iteration of this rank and the pass or receive it is in."""
     iteration = f"in iteration {getattr(get_args(), 'curr_iteration', 0) + 1}"
-    if session.runner is not None:
-        return f"{session.runner.describe_position()}, {iteration}"
+    if session.steps.runner is not None:
+        return f"{session.steps.runner.describe_position()}, {iteration}"
     return f"rank {os.environ.get('RANK', '0')}, {iteration}"
 
 
 @replaces
 def training_log(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Provide this package's metrics while Megatron logs an iteration."""
-    if session.iteration_log is None:
+    if session.steps.iteration_log is None:
         return original(*args, **options)
     meter = None
-    if session.runner is not None:
+    if session.steps.runner is not None:
         size_layer_losses(get_args())
-        meter = session.runner.meter
+        meter = session.steps.runner.meter
     number = inspect.signature(original).bind(*args, **options).arguments["iteration"]
-    with session.iteration_log.iteration(meter, number):
+    with session.steps.iteration_log.iteration(meter, number):
         return original(*args, **options)
 
 
 @replaces
 def print_rank_last(session: Session, original: Function, message: Any) -> Any:
     """Append this package's metrics to the iteration's log line, TensorBoard and W&B."""
-    if session.iteration_log is not None:
-        message = session.iteration_log.complete(message)
+    if session.steps.iteration_log is not None:
+        message = session.steps.iteration_log.complete(message)
     return original(message)
 
 
@@ -399,7 +399,7 @@ def _print_results(session: Session) -> None:
     if session.is_idle:
         return
     group = parallel_state.get_pipeline_model_parallel_group()
-    if session.runner is None:  # a schedule of Megatron
+    if session.steps.runner is None:  # a schedule of Megatron
         write_allocated(torch.cuda.max_memory_allocated(), group)
         return
     early_start = early_start_of(session)
@@ -407,7 +407,7 @@ def _print_results(session: Session) -> None:
         _print_line(early_start.end_training())
     copies = parallel_state.get_data_parallel_world_size()
     try:
-        closing_line = session.runner.report.closing_line(group, copies)
+        closing_line = session.steps.runner.report.closing_line(group, copies)
         if closing_line is not None:
             print_rank_0(closing_line)
     except ScheduleError as error:  # Megatron saves the last checkpoint after this report
