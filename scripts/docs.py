@@ -31,6 +31,7 @@ import megatron_vshape  # noqa: E402
 from megatron_vshape.cli.main import main as run  # noqa: E402
 from megatron_vshape.environment import ALLOCATOR, required_settings  # noqa: E402
 from megatron_vshape.mcore.options import OPTIONS  # noqa: E402
+from megatron_vshape.mcore.setup.features import maturities  # noqa: E402
 from megatron_vshape.rehearsal import fitted  # noqa: E402
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -107,6 +108,13 @@ def _environment() -> str:
     return _rows("variable | reason", rows)
 
 
+def _maturity() -> str:
+    rows = [
+        (title, f"`{option}`", str(maturity)) for title, option, maturity in maturities()
+    ]
+    return _rows("feature|option|largest hardware that has trained with it", rows)
+
+
 def _python() -> str:
     rows = []
     for name in megatron_vshape.__all__:
@@ -136,6 +144,7 @@ def _prediction_error() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "training options": _training_options,
     "environment": _environment,
+    "maturity": _maturity,
     "python": _python,
     "prediction error": _prediction_error,
     "trials": trials_table.table,

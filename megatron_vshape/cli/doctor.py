@@ -53,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
         print(_section("warnings", "\n".join(lines)))
     faults = _print_hooks(options.verbose)
     print(_section("Megatron options with a schedule of this package", _options()))
+    print(_section("largest hardware on which features of this package have trained", _maturity()))
     if options.verbose:
         for title, refusals in _refusals_by_feature():
             print(_section(f"rejected with {title}", _format_refusals(refusals)))
@@ -241,6 +242,18 @@ def _options() -> str:
         lines.append(name)
         lines += [f"    {line}" for line in _wrapped(rows[name], WIDTH - 6)]
     return "\n".join(lines)
+
+
+def _maturity() -> str:
+    """Format the features by maturity."""
+    from megatron_vshape.mcore.setup.features import Maturity, maturities
+
+    names = {
+        maturity: [title for title, _, reached in maturities() if reached == maturity]
+        for maturity in Maturity
+    }
+    rows = [(str(maturity), ", ".join(titles)) for maturity, titles in names.items()]
+    return _two_columns([(name, titles or "none") for name, titles in rows])
 
 
 def _judgements() -> str:

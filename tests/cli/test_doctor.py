@@ -65,6 +65,8 @@ def test_doctor_lists_missing_packages() -> None:
     assert states["megatron-core"].startswith("not installed: required for training; pip install ")
     assert "not checked: megatron-core is not installed" in run.stdout
     assert "\nplanning: ready\ntraining: requires megatron-core\ndrawing: pip" in run.stdout
+    assert re.search(r"\n  several GPUs +none\n", run.stdout)
+    assert re.search(r"\n  one GPU, as one rank +offloading\n", run.stdout)
 
 
 def test_verbose_doctor_lists_hooks_and_options(reports: list[Report]) -> None:
@@ -104,7 +106,7 @@ def test_the_report_is_short_and_names_options(reports: list[Report]) -> None:
     run = reports[1]
     assert run.status == 0, run.stdout + run.stderr
     lines = run.stdout.splitlines()
-    assert len(lines) < 140
+    assert len(lines) < 150
     version = core.__version__.partition("+")[0]
     assert any(re.fullmatch(rf"  all \d+ hooks found in megatron-core {version}", x) for x in lines)
     assert "  --use-megatron-fsdp" in lines

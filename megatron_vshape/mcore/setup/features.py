@@ -8,6 +8,7 @@ neither torch nor Megatron.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
@@ -24,13 +25,24 @@ from megatron_vshape.mcore.setup.run_config import RunConfig, ScheduleChoice, Se
 if TYPE_CHECKING:  # it imports torch
     pass
 
+class Maturity(StrEnum):
+    """The largest hardware on which something has trained."""
+
+    SEVERAL_GPUS = "several GPUs"
+    SHARED_GPU = "one GPU, shared by several ranks"
+    ONE_RANK = "one GPU, as one rank"
+    CPU = "CPU ranks only"
+
+
 class Feature:
     """An optional feature of a schedule; the defaults do nothing.
 
     A method that rejects a run raises ScheduleError or UnsupportedError.
     """
 
+    title = ""  # name in reports
     flag = ""  # the option that enables the feature, for reports
+    maturity = Maturity.CPU  # raised by a run, which benchmarks/evidence.md or configs/costs has
     refusals: tuple[Refusal, ...] = ()  # options of Megatron that the feature rejects
     supports_slices: bool = False  # whether a run may have sequence slices as well
 
@@ -66,6 +78,15 @@ class Feature:
     def hooks(self) -> tuple[Hook, ...]:
         """Return the feature's replacements of Megatron's attributes."""
         return ()
+
+
+def maturities() -> list[tuple[str, str, Maturity]]:
+    """Return name, option and maturity of the schedules and of every feature."""
+    return [
+        ("schedules with split backward", "--pipeline-schedule", Maturity.SHARED_GPU),
+        ("CUDA graphs of weight gradients", "--pipeline-split-graphs", Maturity.SHARED_GPU),
+        *((feature.title, feature.flag, feature.maturity) for feature in features()),
+    ]
 
 
 @cache

@@ -13,7 +13,7 @@ from megatron_vshape.core.request import AUTO
 from megatron_vshape.mcore.layout.shared_vocabulary import FLAG
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import UnsupportedError, captures_graphs, uses_stash
-from megatron_vshape.mcore.setup.features import Feature
+from megatron_vshape.mcore.setup.features import Feature, Maturity
 from megatron_vshape.mcore.setup.run_config import Settings
 
 if TYPE_CHECKING:
@@ -28,6 +28,10 @@ GIB, NAME = 2.0**30, "offload"
 
 class OffloadFeature(Feature):
     """Offloads the activations that the schedule file or the plan selects."""
+
+    title = "offloading"
+    flag = "--pipeline-schedule auto or FILE"
+    maturity = Maturity.ONE_RANK
 
     def label(self, settings: Settings) -> str | None:
         """Return a description if the run measures offloading."""

@@ -192,6 +192,7 @@ def check_script(forward_step_func: Callable[..., Any]) -> None:
 class OverlapFeature(Feature):
     """Rejects options and schedules that layer plans do not support."""
 
+    title = "MoE communication overlap"
     flag = _OVERLAP
     refusals = REFUSALS
 

@@ -96,6 +96,7 @@ def check_config(config: Any) -> None:
 class PostValidationFeature(Feature):
     """Rejects options of iterations that cannot be repeated, or that all ranks end together."""
 
+    title = "post-validation"
     flag = FLAG
     refusals = REFUSALS
 

@@ -159,6 +159,7 @@ def check_slices(
 class SlicesFeature(Feature):
     """Runs a microbatch in slices, whose number is given or chosen with the schedule."""
 
+    title = "sequence slices"
     flag = FLAG
     refusals = REFUSALS
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 class VariableLengthFeature(Feature):
     """Reorders variable-length microbatches."""
 
+    title = "order of variable-length microbatches"
+    flag = "--pipeline-schedule auto"
+
 
 FEATURE = VariableLengthFeature()
 

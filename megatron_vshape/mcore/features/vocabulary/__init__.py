@@ -86,6 +86,7 @@ def check_model_options(model: Any) -> None:
 class VocabularyFeature(Feature):
     """Shares the vocabulary if the option or the schedule file does."""
 
+    title = "vocabulary parallelism"
     flag = FLAG
     refusals = REFUSALS
 

@@ -42,6 +42,7 @@ REFUSALS = (
 class WarmupFeature(Feature):
     """Rejects state that the warm-up cannot restore."""
 
+    title = "warm-up"
     flag = FLAG
     refusals = REFUSALS
     supports_slices = True
