@@ -275,6 +275,11 @@ def _rank_has_end(session: Session, end: int) -> bool:
     return bool(session.pipeline.stage_map.end_ranks[end] == rank)
 
 
+# A pipeline group per chunk, of rank `stage % ranks`, makes Megatron's own checks right for a V: in
+# Megatron-LM's trainer (0.19), losses are equal without the next four hooks and that of
+# Float16Module. They stay because Megatron-Bridge asks with the group of the run while it builds
+# models (gemma_provider.py), and because the last stage of a shared vocabulary must not convert its
+# output to fp32.
 def vp_stage_check(end: int) -> Function:
     """Create the replacement of `is_vp_first_stage` (`end` 0) or of `is_vp_last_stage` (`end` 1).
 
