@@ -136,18 +136,19 @@ def job_of(row: Row, stage: int, layers: int, megatron: Path) -> RankJob:
 def summary_of(report: RankReport) -> Row:
     """Return the work of the last microbatch, and work that occurs once per step."""
     rank_work = report.work.plain()
-    sums = {"bytes_moved": 0.0, "kernels": 0, "optimizer_bytes": rank_work["optimizer_bytes"]}
+    sums = {"bytes_moved": 0.0, "kernels": 0, "captured": 0, "captured_gemms": 0}
     attention: dict[str, float] = {}
     exchanges = [exchange for exchange in rank_work["exchanges"] if is_once(exchange["group"])]
     products: list[list[Any]] = []
     for kind in report.kinds:
         work = kind.work.plain()
-        for name in ("bytes_moved", "kernels"):
+        for name in ("bytes_moved", "kernels", "captured", "captured_gemms"):
             sums[name] += work[name]
         for name, flops in work["attention_flops"].items():
             attention[name] = attention.get(name, 0.0) + flops
         exchanges += [exchange for exchange in work["exchanges"] if not is_once(exchange["group"])]
         products += work["products"]
+    sums["optimizer_bytes"] = rank_work["optimizer_bytes"]
     lists = {"exchanges": _added(exchanges), "products": products}
     return sums | {"attention_flops": attention} | lists
 

@@ -2,11 +2,11 @@
 
     python benchmarks/fit_rates.py
 
-Writes megatron_vshape/rehearsal/fitted.py: six shares for each generation of GPU, constants shared
-by all generations, one factor for each software release, none for a model or a run. Every
-constant is pulled towards its start (the defaults of `Rates`), so that the runs change only
-constants that they determine. The errors are those of runs that were left out of the fit: all runs
-of one model on one system at a time.
+Writes megatron_vshape/rehearsal/fitted.py: six shares for each generation of GPU and constants
+shared by all generations, none for a release, a model or a run. Every constant is pulled towards
+its start (the defaults of `Rates`), so that the runs change only constants that they determine. The
+errors are those of runs that were left out of the fit: all runs of one model on one system at a
+time.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from published_runs import (
     key_of,
     predicted,
     published,
-    release_of,
 )
 
 from megatron_vshape.rehearsal import step_time
+from megatron_vshape.rehearsal.accuracy import size_of
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.step_time import Rates
 
 FITTED = Path(step_time.__file__).with_name("fitted.py")
 OWN = "wide eight four attention attention_in_8_bits memory".split()
 SHARED = """
-    wire dispatch network kernel_us launch_us launch_on_grace_us exchange_us pass_us
-    shards_exposed experts_left context_exposed replicas_exposed
+    wire dispatch network kernel_us launch_us module_us exchange_us
+    shards_exposed shards_left experts_left context_exposed replicas_exposed
 """.split()
 START = Rates()
 ATTENTION = {(9, 0): 0.5, (10, 0): 0.45, (10, 3): 0.6}
 """Start of the share of attention: B300 has twice the exponentials per second of B200."""
 
-MOST = dict.fromkeys(OWN, 0.9) | {"memory": 0.95}
+MOST = dict.fromkeys(OWN, 0.9) | {"memory": 0.95, "shards_exposed": 1.0}
 PULL = 0.3
-PULLS = {"memory": 1.0, "wire": 1.0, "network": 2.0, "exchange_us": 0.3, "release": 0.6}
+PULLS = {"memory": 1.0, "wire": 1.0, "network": 2.0, "exchange_us": 0.3}
 """Strength of the pull to the start: cost of a factor of e, in runs that are 100% off."""
 
 CLIPPED = 0.2
@@ -57,7 +57,7 @@ Values = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Fitted constants by name: `wide 9.0`, `wire`, `release 26.06`."""
+    """Fitted constants by name: `wide 9.0`, `wire`."""
 
     values: Values
 
@@ -66,19 +66,10 @@ class Fit:
         of_own = {name: self.values[f"{name} {_generation(gpu)}"] for name in OWN}
         return Rates(**of_own, **{name: self.values[name] for name in SHARED})
 
-    def releases(self) -> Values:
-        """Return the factor of each release."""
-        return {
-            name.removeprefix("release "): value
-            for name, value in self.values.items()
-            if name.startswith("release ")
-        }
-
     def logs(self, rows: Sequence[Row]) -> np.ndarray:
         """Return the logarithms of predicted over measured."""
-        releases = self.releases()
         by_gpu = {gpu: self.rates(gpu) for gpu in {row["gpu"] for row in rows}}
-        steps = [predicted(row, by_gpu[row["gpu"]], releases)["step_s"] for row in rows]
+        steps = [predicted(row, by_gpu[row["gpu"]])["step_s"] for row in rows]
         return np.array(
             [math.log(step / row["step_s"]) for step, row in zip(steps, rows, strict=True)]
         )
@@ -115,8 +106,6 @@ def started(rows: Sequence[Row]) -> Fit:
         for name in OWN:
             key = f"{name} {generation[0]}.{generation[1]}"
             values[key] = ATTENTION[generation] if name == "attention" else getattr(START, name)
-    for release in sorted({release_of(row) for row in rows} - {"", "26.04"}):
-        values[f"release {release}"] = 1.0
     return Fit(values)
 
 
@@ -196,7 +185,7 @@ def table_of(
     groups: dict[str, list[float]] = defaultdict(list)
     for row, ratio in zip(rows, ratios, strict=True):
         piped = "with a pipeline" if row["pp"] > 1 else "no pipeline"
-        for name in ("all", piped, case_of(row), row["gpu"].upper()):
+        for name in ("all", piped, case_of(row), size_of(row["gpus"]), row["gpu"].upper()):
             groups[name].append(ratio)
     return {name: summary(errors) for name, errors in groups.items()}
 
@@ -240,14 +229,11 @@ def written(fit: Fit, rows: Sequence[Row], ratios: Sequence[float]) -> str:
         for generation in generations
     }
     shared = {name: _short(fit.values[name]) for name in SHARED}
-    releases = {name: _short(value) for name, value in fit.releases().items()}
     name = "BY_GENERATION: dict[tuple[int, int], dict[str, float]]"
     head, _, _ = FITTED.read_text().partition(name)  # the types of the errors stay
     lines = [head + _dict(name, generation_rates)]
     lines.append('"""By compute capability."""\n')
     lines.append(_dict("SHARED: dict[str, float]", shared))
-    lines.append(_dict("RELEASES: dict[str, float]", releases))
-    lines.append('"""Step time relative to NeMo 26.04, by release of the image."""\n')
     table = table_of(rows, ratios)
     text = "".join(f"    {name!r}: Errors{table[name]},\n" for name in sorted(table))
     lines.append("LEFT_OUT: dict[str, Errors] = {\n" + text.replace("'", '"') + "}")

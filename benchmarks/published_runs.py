@@ -18,7 +18,6 @@ from typing import Any
 import yaml
 
 from megatron_vshape.rehearsal import accuracy
-from megatron_vshape.rehearsal.fitted import RELEASES
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.step_time import Rates, Scale, step_time
 from megatron_vshape.rehearsal.work import Work
@@ -26,8 +25,9 @@ from megatron_vshape.rehearsal.work import Work
 EVIDENCE = Path(__file__).resolve().parent / "evidence"
 COUNTED, RUNS = EVIDENCE / "counted.json", EVIDENCE / "runs.csv"
 NUMBERS = "gpus tp pp vpp cp ep micro_batch global_batch sequence".split()
-COLUMNS = ["set", "model", "system", "gpu", "release", "precision", *NUMBERS, "step_s"]
+COLUMNS = ["set", "model", "system", "gpu", "release", "precision", *NUMBERS, "step_s", "settings"]
 SIZES = "tp pp cp ep micro_batch sequence precision".split()
+_SUMS = "bytes_moved optimizer_bytes kernels captured captured_gemms".split()
 LAYERS = (1, 2)
 """Of a rank, in the two rehearsals."""
 
@@ -54,10 +54,11 @@ def models() -> Row:
 
 
 def key_of(row: Row) -> str:
-    """Return the key of a count: the model, its sizes, and the type of node."""
+    """Return the key of a count: the model, its sizes, the type of node, and settings."""
     kind = "wide" if row["gpu"].startswith("g") else row["gpu"]
     sizes = " ".join(f"{name}={row[name]}" for name in SIZES)
-    return f"{row['model']} {sizes} gpus={row['gpus']} {kind}"
+    settings = [word for word in row["settings"].split() if "flags" in models()["settings"][word]]
+    return " ".join([row["model"], sizes, f"gpus={row['gpus']}", kind, *settings])
 
 
 def stages_of(pp: int) -> list[int]:
@@ -82,8 +83,10 @@ def layers_of(row: Row) -> list[int]:
 
 def _rules_of(row: Row) -> Iterator[Row]:
     for rule in models()["runs"]:
-        if all(row.get(name) in rule[name] for name in rule if name not in ("flags", "how")):
+        if all(row.get(name) in rule[name] for name in rule if name != "flags"):
             yield rule
+    for word in row["settings"].split():
+        yield models()["settings"][word]
 
 
 def flags_of(row: Row, layers: int) -> list[str]:
@@ -116,32 +119,21 @@ def counted() -> Row:
     return counts
 
 
-def predicted(
-    row: Row, rates: Rates | None = None, releases: Mapping[str, float] = RELEASES
-) -> dict[str, float]:
+def predicted(row: Row, rates: Rates | None = None) -> dict[str, float]:
     """Estimate the step of the slowest counted rank by part, and `step_s`."""
     gpu = GPUS[row["gpu"]]
     scale = _scale(row)
     stage_times = [
         step_time(work_of(row, stage), gpu, scale, rates) for stage in stages_of(row["pp"])
     ]
-    slowest = max(stage_times, key=lambda parts: parts["step_s"])
-    factor = releases.get(release_of(row), 1.0)
-    return {name: seconds * factor for name, seconds in slowest.items()}
+    return max(stage_times, key=lambda parts: parts["step_s"])
 
 
 def _scale(row: Row) -> Scale:
     shards = row["tp"] * row["pp"] * (row["cp"])
     microbatches = row["global_batch"] * shards // (row["gpus"] * row["micro_batch"])
-    how = {name: True for rule in _rules_of(row) for name in rule.get("how", ())}
-    if has_experts(row) and "graphs" not in how:
-        how["host_waits"] = True
-    return Scale(microbatches, 1, row["pp"], row["vpp"], **how)
-
-
-def release_of(row: Row) -> str:
-    """Return the release of NeMo that measured the row, without its patch level; "" if unknown."""
-    return "25" if row["release"].startswith("25") else row["release"][:5]
+    settings = {rule["scale"]: True for rule in _rules_of(row) if "scale" in rule}
+    return Scale(microbatches, 1, row["pp"], row["vpp"], **settings)
 
 
 def has_experts(row: Row) -> bool:
@@ -181,7 +173,8 @@ def work_of(row: Row, stage: int) -> Work:
 def _plain(work: Mapping[str, Any]) -> dict[Any, float]:
     """Return every count by a name."""
     amounts: dict[Any, float] = {
-        name: work[name] for name in ("bytes_moved", "optimizer_bytes", "kernels")
+        name: work.get(name, 0)
+        for name in _SUMS
     }
     amounts |= {("attention", name): flops for name, flops in work["attention_flops"].items()}
     amounts |= {("product", *shape[:5]): shape[5] for shape in work["products"]}

@@ -13,7 +13,7 @@ from fit_rates import ratios_of, summary
 from fit_rates import told as told_errors
 from published_runs import Row, is_counted, key_of, predicted, published
 
-from megatron_vshape.rehearsal.fitted import LEFT_OUT, PAIRS, RELEASES
+from megatron_vshape.rehearsal.fitted import LEFT_OUT, PAIRS
 
 HEAD = """\
 ## Step times: published, and estimated
@@ -53,12 +53,6 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
         f"Ratio of two configurations of one model on one system in one release, left out of the "
         f"fit: {PAIRS.pairs} pairs, median error {PAIRS.median_percent:g}%, "
         f"{PAIRS.right_percent:g}% in the right order."
-    )
-    yield ""
-    factors = ", ".join(f"{name}: {factor:g}" for name, factor in RELEASES.items())
-    yield (
-        f"A configuration's own time changes from release to release. Factors relative to NeMo "
-        f"26.04, fitted with the rest: {factors}. `advise` and `rehearse` estimate 26.04."
     )
     yield ""
     yield (

@@ -18,7 +18,7 @@ from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.rehearsal.gpus import Gpu
 from megatron_vshape.rehearsal.rank_report import PassReport, RankReport
-from megatron_vshape.rehearsal.step_time import Rates, pass_us, send_us, step_time
+from megatron_vshape.rehearsal.step_time import Rates, send_us, step_time
 from megatron_vshape.rehearsal.work import Work, is_once
 
 MICROBATCHES = 3
@@ -101,7 +101,6 @@ def counted_costs(
         **amounts,
         send_us=send_us(float(first.message_bytes), gpu, gpu_distance, rates),
         # Measured for F with BW; a separate W is charged, too, which is conservative.
-        host_us=pass_us(gpu, first.scale, rates) / 2,
         layers=tuple(reports[rank].chunk_layers[chunk] for rank, chunk in stages),
         device_bytes=common_bytes + max(map(_unshared_graph_bytes, reports)),
     )

@@ -102,7 +102,9 @@ def _collective(name: str, position: int, key: str) -> Callable[..., Any]:
             # Bytes of the larger side, from which `link_bytes_of` computes those on each link.
             tensors = argument if isinstance(argument, list | tuple) else (argument,)
             size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(tensors))
-            count_collective(name, kwargs.get("group"), size)
+            groups = (*args, kwargs.get("group"))
+            group = next((word for word in groups if isinstance(word, dist.ProcessGroup)), None)
+            count_collective(name, group, size)
         return _Done() if at_once or kwargs.get("async_op") else None
 
     return run

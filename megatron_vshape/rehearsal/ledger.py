@@ -287,13 +287,14 @@ class Ledger(TorchDispatchMode):
         """Count a GEMM, or a kernel with `gemms` GEMMs of this size."""
         key = (number_format, rows, inner, columns, gemms)
         self.work.products[key] = self.work.products.get(key, 0) + 1
-        self.work.kernels += 1
+        self.work.captured_gemms += self.graphed
+        self._count_kernel()
 
     def count_attention(self, flops: float, number_format: str) -> None:
         """Count the FLOPs of attention."""
         flops_by_format = self.work.attention_flops
         flops_by_format[number_format] = flops_by_format.get(number_format, 0.0) + flops
-        self.work.kernels += 1
+        self._count_kernel()
 
     def add_cublas_workspace(self) -> None:
         """Count torch's cuBLAS workspaces: one for forward, one for the autograd thread."""
@@ -312,7 +313,11 @@ class Ledger(TorchDispatchMode):
             self.work.optimizer_bytes += size
         else:
             self.work.bytes_moved += size
+        self._count_kernel()
+
+    def _count_kernel(self) -> None:
         self.work.kernels += 1
+        self.work.captured += self.graphed
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

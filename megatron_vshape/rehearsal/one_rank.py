@@ -158,9 +158,9 @@ class _Run:
         args: Any = self.args or object()
         graphs = getattr(args, "cuda_graph_impl", "none") == "full_iteration"
         overlaps_experts = bool(getattr(args, "overlap_moe_expert_parallel_comm", False))
-        experts = bool(getattr(args, "num_experts", None))
+        overlaps_shards = bool(getattr(args, "tp_comm_overlap", False))
         return Scale(
-            microbatches, traced, ranks, chunks, graphs, experts and not graphs, overlaps_experts
+            microbatches, traced, ranks, chunks, graphs, overlaps_experts, overlaps_shards
         )
 
     def install(self) -> None:

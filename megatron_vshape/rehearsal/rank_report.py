@@ -188,7 +188,7 @@ class CheckedRank:
         return asdict(self)
 
 
-_LAUNCHES = ("graphs", "host_waits", "experts_hidden")
+_LAUNCHES = ("graphs", "experts_hidden", "shards_overlapped")
 
 
 def _without_missing(values: Mapping[str, Any], *names: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from megatron_vshape.rehearsal.counted import pass_times
 from megatron_vshape.rehearsal.flags import SCHEDULE, Command
 from megatron_vshape.rehearsal.gpus import Gpu
 from megatron_vshape.rehearsal.rank_report import RankReport
-from megatron_vshape.rehearsal.step_time import pass_us, send_us
+from megatron_vshape.rehearsal.step_time import send_us
 
 _PLAIN = {Kind.F, Kind.B, Kind.W, Kind.BW}
 _MAX_PASSES = 200_000
@@ -97,5 +97,4 @@ def _costs(ranks: Sequence[Rank], placement: Placement, gpu: Gpu, gpu_distance: 
         held_after_forward_bytes=(1.0,) * len(stages),
         held_after_backward_bytes=(0.0,) * len(stages),
         send_us=send_us(float(first.message_bytes), gpu, gpu_distance),
-        host_us=pass_us(gpu, first.scale) / 2,
     )

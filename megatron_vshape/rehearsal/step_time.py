@@ -28,6 +28,8 @@ class Rates:
     * `wire`: NVLink in NCCL's all-gather, 350 of 450 GB/s on H100 (nccl-tests).
     * `network`: 43 to 47 of 50 GB/s per NIC between nodes (DeepEP's README).
     * `dispatch`: HybridEP and all-to-all in a node also permute and reduce the tokens.
+    * `module_us`: a forward of four GEMMs needs 2.6 ms of the host (70B, TP 8, on an H200:
+      benchmarks/evidence.md).
     """
 
     wide: float = 0.65  # large matrix products in bf16
@@ -40,11 +42,11 @@ class Rates:
     dispatch: float = 0.5  # of NVLink in all-to-alls
     network: float = 0.85  # of the links between nodes
     kernel_us: float = 2.0  # start and end of a kernel
-    launch_us: float = 60.0  # host time per counted kernel (an operation of PyTorch), x86 CPU
-    launch_on_grace_us: float = 40.0  # Grace CPU
+    launch_us: float = 30.0  # host time per counted kernel (an operation of PyTorch)
+    module_us: float = 400.0  # and per GEMM: the Python code of its module
     exchange_us: float = 15.0
-    pass_us: float = 12000.0  # F and B of a virtual stage: empty queue, experts, x86 CPU
     shards_exposed: float = 0.8  # share of tensor-parallel collectives that nothing overlaps
+    shards_left: float = 0.4  # of them, with --tp-comm-overlap
     experts_left: float = 0.3  # of all-to-alls with --overlap-moe-expert-parallel-comm
     context_exposed: float = 0.5
     replicas_exposed: float = 0.4  # of data-parallel collectives
@@ -83,6 +85,10 @@ matrix multiplication."""
 _SHARPNESS = 4
 """Exponent of the mean of GPU and host time: nearly the larger one, more where both are close."""
 
+_SHARPNESS_IF_WAITING = 1.5
+"""The same with a plain all-to-all of experts: the host reads the number of tokens from the GPU in
+every layer, so it cannot start kernels ahead. 1 would be the sum of both times."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scale:
@@ -93,8 +99,8 @@ class Scale:
     ranks: int  # of the pipeline
     chunks: int
     graphs: bool = False  # of a full step: the host starts no kernels
-    host_waits: bool = False  # for numbers of tokens: the host cannot run ahead of the GPU
     experts_hidden: bool = False  # --overlap-moe-expert-parallel-comm
+    shards_overlapped: bool = False  # --tp-comm-overlap
     attention_in_8_bits: bool = False  # no flag of Megatron-LM sets it, but a recipe may
 
 
@@ -113,14 +119,14 @@ def step_time(work: Work, gpu: Gpu, scale: Scale, rates: Rates | None = None) ->
         "kernels": work.kernels * achieved.kernel_us * 1e-6,
     }
     parts["exchanges"] = _exposed_collectives_s(work, gpu, achieved, scale, sum(parts.values()))
+    # Ring attention sends keys and values while it computes with those that it has.
+    parts["exchanges"] += max(0.0, _ring_s(work, gpu, achieved) - parts["attention"])
     on_gpu = sum(parts.values())
-    launch_us = achieved.launch_on_grace_us if gpu.on_grace else achieved.launch_us
-    host = 0.0 if scale.graphs else work.kernels * launch_us * 1e-6
-    parts["host"] = (on_gpu**_SHARPNESS + host**_SHARPNESS) ** (1 / _SHARPNESS) - on_gpu
+    host = 0.0 if scale.graphs else _host_s(work, achieved)
+    sharpness = _SHARPNESS_IF_WAITING if _reads_token_counts(work) else _SHARPNESS
+    parts["host"] = (on_gpu**sharpness + host**sharpness) ** (1 / sharpness) - on_gpu
     # Per microbatch.
     per_microbatch = {name: seconds / scale.traced for name, seconds in parts.items()}
-    if scale.ranks > 1:
-        per_microbatch["host"] += scale.chunks * pass_us(gpu, scale, achieved) * 1e-6
     microbatch = sum(per_microbatch.values())
     parts = {name: seconds * scale.microbatches for name, seconds in per_microbatch.items()}
     # The bubble of (interleaved) 1F1B: ranks - 1 passes of one chunk, forward and backward.
@@ -130,18 +136,6 @@ def step_time(work: Work, gpu: Gpu, scale: Scale, rates: Rates | None = None) ->
     meanwhile = microbatch * (1 + scale.ranks * (scale.chunks - 1) / scale.chunks)
     parts["data parallel"] = exposed_s(data_parallel_s(work, gpu, achieved), meanwhile, achieved)
     return {"step_s": sum(parts.values()), **parts}
-
-
-def pass_us(gpu: Gpu, scale: Scale, rates: Rates | None = None) -> float:
-    """Return the time that F and B of a virtual stage lose at their starts, in microseconds.
-
-    With experts, the host reads the number of tokens in each layer and cannot launch ahead, so the
-    GPU's queue is empty when a pass starts. On Grace the runs show nothing of it. An overlapped
-    forward-backward starts once for two passes.
-    """
-    if scale.graphs or not scale.host_waits or gpu.on_grace:
-        return 0.0
-    return (rates or rates_of(gpu)).pass_us * (0.5 if scale.experts_hidden else 1.0)
 
 
 def optimizer_s(work: Work, gpu: Gpu, rates: Rates) -> float:
@@ -175,6 +169,20 @@ def send_us(size: float, gpu: Gpu, gpu_distance: int, rates: Rates | None = None
     if gpu_distance < gpu.node:
         return size / gpu.near_rate / achieved.wire * 1e6 + achieved.exchange_us
     return size / gpu.far_rate / achieved.network * 1e6 + achieved.exchange_us
+
+
+def _reads_token_counts(work: Work) -> bool:
+    """Return whether experts exchange tokens by the plain all-to-all."""
+    return any(
+        kind.startswith("all_to_all") and "EXPERT" in group for kind, group, *_ in work.exchanges
+    )
+
+
+def _host_s(work: Work, rates: Rates) -> float:
+    """Estimate the seconds in which the host starts the kernels that no CUDA graph replays."""
+    gemms = sum(work.products.values()) - work.captured_gemms
+    kernels = work.kernels - work.captured
+    return (kernels * rates.launch_us + gemms * rates.module_us) * 1e-6
 
 
 def _gemms_s(work: Work, gpu: Gpu, rates: Rates) -> float:
@@ -236,11 +244,28 @@ def _exposed_collectives_s(
         elif "EXPERT" in key[1]:
             experts += seconds
         else:
-            exposed = rates.context_exposed if "CONTEXT" in key[1] else rates.shards_exposed
-            within += seconds * exposed
+            within += seconds * _exposed_share(key[1], scale, rates)
     if scale.experts_hidden:
         experts = max(rates.experts_left * experts, experts - computes)
     return within + experts + exposed_s(replicas, computes, rates)
+
+
+def _ring_s(work: Work, gpu: Gpu, rates: Rates) -> float:
+    """Estimate the seconds of the messages of context parallelism (--cp-comm-type p2p)."""
+    seconds = 0.0
+    for (kind, group, ranks, span), (number, size) in work.exchanges.items():
+        if kind == "isend" and "CONTEXT" in group:
+            is_near = ranks_per_node(ranks, span, gpu.node) >= ranks
+            rate = gpu.near_rate * rates.wire if is_near else gpu.far_rate * rates.network
+            seconds += size / rate + number * rates.exchange_us * 1e-6
+    return seconds
+
+
+def _exposed_share(group: str, scale: Scale, rates: Rates) -> float:
+    """Return the exposed share of a collective of context or tensor parallelism."""
+    if "CONTEXT" in group:
+        return rates.context_exposed
+    return rates.shards_left if scale.shards_overlapped else rates.shards_exposed
 
 
 def _costs_time(key: ExchangeKey) -> bool:

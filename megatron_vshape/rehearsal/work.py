@@ -21,6 +21,8 @@ class Work:
     bytes_moved: float = 0.0
     optimizer_bytes: float = 0.0
     kernels: int = 0
+    captured: int = 0  # of these, kernels that CUDA graphs of layers replay
+    captured_gemms: int = 0  # and GEMMs
     exchanges: dict[ExchangeKey, list[float]] = field(default_factory=dict)
     """(kind, group, ranks, span) -> number, and bytes of the larger side."""
 
@@ -47,6 +49,8 @@ class Work:
             self.bytes_moved - earlier.bytes_moved,
             self.optimizer_bytes - earlier.optimizer_bytes,
             self.kernels - earlier.kernels,
+            self.captured - earlier.captured,
+            self.captured_gemms - earlier.captured_gemms,
             {key: counts for key, counts in exchanges.items() if counts[0]},
         )
 
@@ -63,16 +67,23 @@ class Work:
         total.bytes_moved += times * addend.bytes_moved
         total.optimizer_bytes += times * addend.optimizer_bytes
         total.kernels += times * addend.kernels
+        total.captured += times * addend.captured
+        total.captured_gemms += times * addend.captured_gemms
         return total
 
     def is_close(self, reference: Work) -> bool:
         """Return whether the counts are equal up to the rounding of floating-point sums."""
         counts = [
-            (work.products, work.exchanges, work.kernels, work.attention_flops.keys())
+            (
+                work.products,
+                work.exchanges,
+                (work.kernels, work.captured, work.captured_gemms),
+                work.attention_flops.keys(),
+            )
             for work in (self, reference)
         ]
         sums = [
-            (work.bytes_moved, work.optimizer_bytes, *map(work.attention_flops.get, counts[0][3]))
+            (work.bytes_moved, work.optimizer_bytes, *map(work.attention_flops.get, counts[0][-1]))
             for work in (self, reference)
         ]
         return counts[0] == counts[1] and all(map(math.isclose, *sums))
@@ -117,7 +128,8 @@ class Work:
         for collective in plain["exchanges"]:
             key = collective["kind"], collective["group"], collective["ranks"], collective["span"]
             exchanges[key] = [collective["number"], collective["bytes"]]
-        sums = {name: plain[name] for name in ("bytes_moved", "optimizer_bytes", "kernels")}
+        names = "bytes_moved", "optimizer_bytes", "kernels", "captured", "captured_gemms"
+        sums = {name: plain.get(name, 0) for name in names}
         attention = dict(plain["attention_flops"])
         return cls(products, attention, exchanges=exchanges, **sums)
 

@@ -29,7 +29,7 @@ FULL = report_of(
     graph_bytes=GraphBytes(1, 2, 3),
     when=PeakMoment("B 0 7", "decoder.layers.0"),
     holders=[Holder("logits", "output_layer", "gpt_model.py:1 forward", 2, 1)],
-    scale=Scale(1, 1, 1, 1, host_waits=True),
+    scale=Scale(1, 1, 1, 1, experts_hidden=True),
     curve=[(0.5, 7, {"F": 7})],
     kinds=[pass_of("F", work=WORK, static_bytes=0), pass_of("B", adds_bytes=0.5)],
     work=WORK,
@@ -40,7 +40,7 @@ def test_a_report_is_equal_after_json() -> None:
     plain = json.loads(json.dumps(FULL.to_json()))
     assert RankReport.from_json(plain) == FULL
     assert plain["when"] == {"pass": "B 0 7", "place": "decoder.layers.0"}
-    assert plain["scale"] == {"graphs": False, "host_waits": True, "experts_hidden": False}
+    assert plain["scale"] == {"graphs": False, "experts_hidden": True, "shards_overlapped": False}
     assert "static_bytes" in plain["kinds"][0]
     assert "static_bytes" not in plain["kinds"][1]
     assert not {"measured", "memory_measured"} & plain.keys()

@@ -13,7 +13,6 @@ from megatron_vshape.rehearsal.step_time import (
     Rates,
     Scale,
     link_bytes_of,
-    pass_us,
     ranks_per_node,
     step_time,
 )
@@ -23,7 +22,7 @@ GB = 1e9
 H100 = replace(GPUS["h100"], near_rate=400 * GB, far_rate=50 * GB)
 RATES = Rates(
     wire=1, dispatch=1, network=1, exchange_us=0, kernel_us=0, launch_us=0, replicas_exposed=0.25,
-    shards_exposed=1, pass_us=0,
+    module_us=0, shards_exposed=1, shards_left=0.25,
 )  # fmt: skip
 EXPERTS = "EXPERT_MODEL_PARALLEL_GROUP"
 
@@ -96,31 +95,90 @@ def test_the_host_limits_small_kernels() -> None:
     assert step_time(work, H100, Scale(1, 1, 1, 1, graphs=True), rates)["host"] == 0
 
 
-def test_passes_with_experts_start_with_an_empty_queue() -> None:
-    scale = Scale(1, 1, 4, 2, host_waits=True)
-    assert pass_us(GPUS["h100"], scale) == pass_us(GPUS["b200"], scale) > 0
-    assert pass_us(GPUS["gb200"], scale) == 0
-    assert pass_us(GPUS["h100"], replace(scale, graphs=True)) == 0
-    assert pass_us(GPUS["h100"], replace(scale, host_waits=False)) == 0
+def test_the_host_starts_only_kernels_outside_of_graphs() -> None:
+    rates = replace(RATES, launch_us=100.0, module_us=1000.0)
+    work = Work({("bfloat16", 1, 1, 1, 1): 20}, kernels=1000)
+    scale = Scale(1, 1, 1, 1)
+    assert step_time(work, H100, scale, rates)["step_s"] == pytest.approx(0.12, rel=1e-3)
+    work.captured, work.captured_gemms = 600, 15
+    assert step_time(work, H100, scale, rates)["step_s"] == pytest.approx(0.045, rel=1e-3)
+
+
+def test_the_host_cannot_run_ahead_of_a_plain_all_to_all() -> None:
+    rates = replace(RATES, launch_us=100.0)
+    gpu_s = host_s = 0.1
+    work = Work(kernels=1000, bytes_moved=gpu_s * H100.memory_rate * rates.memory)
+    ahead = step_time(work, H100, Scale(1, 1, 1, 1), rates)["step_s"]
+    work.exchanges["all_to_all_single", EXPERTS, 8, 8] = [1, 0]
+    waiting = step_time(work, H100, Scale(1, 1, 1, 1), rates)["step_s"]
+    assert max(gpu_s, host_s) < ahead < waiting < gpu_s + host_s
+
+
+def test_tensor_parallel_overlap_hides_collectives() -> None:
+    work = Work(exchanges={("all_gather", "TENSOR_MODEL_PARALLEL_GROUP", 2, 2): [1, 800 * GB]})
+    exposed, overlapped = (
+        step_time(work, H100, Scale(1, 1, 1, 1, shards_overlapped=overlaps), RATES)["exchanges"]
+        for overlaps in (False, True)
+    )
+    assert overlapped == pytest.approx(0.25 * exposed)
+
+
+def test_a_ring_between_nodes_is_free_while_attention_computes() -> None:
+    work = Work(
+        exchanges={("isend", "CONTEXT_PARALLEL_GROUP", 2, 9): [1, 50 * GB]},
+        attention_flops={"bfloat16": 0.25 * H100.bf16_flops * RATES.attention},
+    )
+    scale = Scale(1, 1, 1, 1)
+    assert step_time(work, H100, scale, RATES)["exchanges"] == pytest.approx(0.75)
+    work.attention_flops["bfloat16"] *= 8
+    assert step_time(work, H100, scale, RATES)["exchanges"] == 0
+    near = Work(exchanges={("isend", "CONTEXT_PARALLEL_GROUP", 2, 2): [1, 50 * GB]})
+    assert step_time(near, H100, scale, RATES)["exchanges"] == pytest.approx(0.125)
+
+
+def test_a_virtual_stage_costs_no_fixed_time() -> None:
+    """Until November 2026, F and B of a stage with experts cost 16 ms more on hosts with x86."""
+    work = Work(kernels=100)
+    few, many = (
+        step_time(work, H100, Scale(8, 1, 4, chunks), RATES)["step_s"] for chunks in (1, 8)
+    )
+    assert many <= few
 
 
 def test_the_error_is_the_one_of_the_case() -> None:
     assert accuracy.case_of(False, 1, 1, GPUS["h100"]) == accuracy.DENSE
     assert accuracy.case_of(True, 16, 16, GPUS["h100"]) == accuracy.BETWEEN
     assert accuracy.case_of(True, 16, 16, GPUS["gb200"]) == accuracy.WITHIN
-    text = " ".join(accuracy.sentences(accuracy.BETWEEN, GPUS["h100"]))
-    assert f"median {LEFT_OUT[accuracy.BETWEEN].median_percent:g}%" in text
+    text = " ".join(accuracy.sentences(accuracy.DENSE, GPUS["gb200"], 64))
+    for name in (accuracy.DENSE, "GB200", "up to 64 GPUs"):
+        assert f"{name} {LEFT_OUT[name].median_percent:g}%" in text
+        assert f"({LEFT_OUT[name].runs} runs)" in text
     assert "guess" not in text
-    assert "MI355X are a guess" in accuracy.sentences(accuracy.DENSE, GPUS["mi355x"])[1]
-    assert accuracy.threshold(accuracy.DENSE) == PAIRS.median_percent / 100
-    assert accuracy.threshold(accuracy.BETWEEN) > accuracy.threshold(accuracy.WITHIN)
+    assert "MI355X are a guess" in accuracy.sentences(accuracy.DENSE, GPUS["mi355x"], 8)[1]
+    assert accuracy.threshold(accuracy.DENSE) >= PAIRS.median_percent / 100
+
+
+def test_the_error_of_few_runs_is_widened() -> None:
+    few, everything = LEFT_OUT[accuracy.BETWEEN], LEFT_OUT["all"]
+    assert few.runs < accuracy.ENOUGH
+    widened = accuracy.errors_of(accuracy.BETWEEN)
+    assert widened.runs == few.runs
+    assert widened.median_percent == max(few.median_percent, everything.median_percent)
+    assert widened.ninth_percent == max(few.ninth_percent, everything.ninth_percent)
+    text = accuracy.sentences(accuracy.BETWEEN, GPUS["h100"], 1024)[0]
+    assert f"({few.runs} runs, few runs: at least the error of all)" in text
 
 
 def test_left_out_errors_reach_their_targets() -> None:
-    piped = LEFT_OUT["with a pipeline"]
-    assert piped.median_percent <= 7
-    assert piped.ninth_percent <= 18
-    assert piped.worst_factor <= 1.6
+    targets = {
+        "with a pipeline": (5.5, 15),
+        accuracy.WITHIN: (8, 20),
+        accuracy.BETWEEN: (15, 30),
+    }
+    for name, (median, ninth) in targets.items():
+        assert LEFT_OUT[name].median_percent <= median
+        assert LEFT_OUT[name].ninth_percent <= ninth
+    assert LEFT_OUT["all"].worst_factor <= 2  # Qwen3 30B on H100 in 25.11; the others: 1.5
     assert PAIRS.right_percent >= 90
 
 
