@@ -34,6 +34,7 @@ from megatron_vshape.cli.help import MODEL, OUTPUT, SEARCH, group
 from megatron_vshape.cli.progress import report_progress
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import counted, counting, measured, report
+from megatron_vshape.rehearsal.accuracy import RELEASES
 from megatron_vshape.rehearsal.flags import (
     SCHEDULE,
     Command,
@@ -142,9 +143,9 @@ def run(options: argparse.Namespace) -> int:
     with report_progress(lambda us: f"{us:.0f} us"):
         baselines = _found(rehearse_all(config.programs, jobs))
         reports = baselines.pop("")
-        helps = (
-            [] if options.alone else remedy_lines(command, config, sizes, reports, headroom_bytes)
-        )
+        helps = _routing_lines(command, config, sizes, reports)
+        if not options.alone:
+            helps += remedy_lines(command, config, sizes, reports, headroom_bytes)
     step = estimate_step(reports, command, gpu, sizes.stage_stride)
     _print_ignored(reports)
     heading = _heading(command, reports[0], gpu, sizes)
@@ -156,6 +157,27 @@ def run(options: argparse.Namespace) -> int:
     texts = {"run": heading, "verdict": verdict, "remedies": helps}
     _write(reports, baselines, command, options, gpu, step, texts)
     return 0
+
+
+def _routing_lines(
+    command: Command, config: DryRunConfig, sizes: Sizes, reports: Sequence[RankReport]
+) -> list[str]:
+    """Format which routing the peaks assume, and the largest one with 10% more tokens."""
+    if not command.has("--num-experts"):
+        return []
+    if config.imbalance != 1:
+        tokens = f"{config.imbalance:g} times the mean number of tokens (--imbalance)"
+        return [f"Routing: the experts of each rank get {tokens}."]
+    largest = max(reports, key=lambda rank_report: rank_report.peak_bytes)
+    uneven = replace(config, imbalance=1.1)
+    (result,) = rehearse_all(config.programs, [uneven.job(command, sizes, largest.stage, "")])
+    if isinstance(result, FailedRank):
+        return ["Balanced routing: the experts of all ranks get equally many tokens."]
+    return [
+        f"Balanced routing. With --imbalance 1.1 (10% more tokens for the experts of rank "
+        f"{largest.stage}), its peak is {report.gib(result.peak_bytes)} GiB instead of "
+        f"{report.gib(largest.peak_bytes)} GiB."
+    ]
 
 
 def _gpu(options: argparse.Namespace) -> Gpu:
@@ -298,7 +320,13 @@ def _print(
         peaks = ", ".join(report.gib(rank_report.peak_bytes) for rank_report in baseline)
         stages = "" if len(baseline) == len(reports) else " on " + _stages(baseline)
         print(f"{name}: peak {peaks} GiB{stages}")
-    print(report.wrap_text(f"step time {step.seconds:.2f} s: {step.how}"))
+    first = reports[0]
+    print(
+        report.wrap_text(
+            f"step time {step.seconds:.2f} s: {step.how}. Megatron {first.megatron}, Transformer "
+            f"Engine {first.transformer_engine or 'none'}; rates of {RELEASES}"
+        )
+    )
 
 
 def _stages(reports: Sequence[RankReport]) -> str:

@@ -100,7 +100,6 @@ def counted_costs(
     costs = Costs(
         **amounts,
         send_us=send_us(float(first.message_bytes), gpu, gpu_distance, rates),
-        # Measured for F with BW; a separate W is charged, too, which is conservative.
         layers=tuple(reports[rank].chunk_layers[chunk] for rank, chunk in stages),
         device_bytes=common_bytes + max(map(_unshared_graph_bytes, reports)),
     )
