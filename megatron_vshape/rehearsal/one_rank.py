@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import inspect
 import logging
 import os
 import re
@@ -555,6 +556,7 @@ class _Passes:
         self._chunks: dict[int, int] = {}
         self._count: dict[str, int] = {}
         self._phase_by_output: dict[int, str] = {}
+        self._parts: dict[str, str] = {}  # phases of the running overlapped passes, by kind
         self._names: dict[int, str] = {}
 
     def register_modules(self, chunks: list[Any]) -> None:
@@ -598,6 +600,31 @@ class _Passes:
         """Wrap the passes of Megatron's schedules so that they set the phase."""
         wrap(schedules, "forward_step", self._forward)
         wrap(schedules, "backward_step", self._backward)
+        # --overlap-moe-expert-parallel-comm calls neither: parts of F and B of two microbatches
+        # alternate, so the phase changes with each part.
+        from megatron.core.pipeline_parallel import combined_1f1b, utils
+
+        wrap(combined_1f1b, "combined_forward_backward_step", self._overlapped)
+        wrap(utils.ScheduleNode, "forward", functools.partial(self._part, "F"))
+        wrap(utils.ScheduleNode, "backward", functools.partial(self._part, "B"))
+
+    def _overlapped(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        models = inspect.signature(call).bind(*args, **kwargs).arguments
+        for kind, name in (("F", "f_model"), ("B", "b_model")):
+            chunk = self._chunks.get(id(models[name]), 0)
+            if models[name] is not None:
+                microbatch = self._count.get(f"{kind}{chunk}", 0)
+                self._count[f"{kind}{chunk}"] = microbatch + 1
+                self._parts[kind] = f"{kind} {chunk} {microbatch}"
+        return call(*args, **kwargs)
+
+    def _part(self, kind: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        outer_phase = self._ledger.phase
+        self._ledger.phase = self._parts.get(kind, outer_phase)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._ledger.phase = outer_phase
 
     def _forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         model = kwargs.get("model", args[2] if len(args) > 2 else None)

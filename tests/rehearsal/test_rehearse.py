@@ -643,6 +643,21 @@ def test_deepep_receives_a_token_once(warm: Warm, tmp_path: Path) -> None:
     assert peaks[0] == pytest.approx(peaks[1], rel=0.1)
 
 
+@pytest.mark.usefixtures("te_python")
+def test_overlapped_passes_have_activations(warm: Warm, tmp_path: Path) -> None:
+    """They were counted as workspaces: Megatron calls no forward_step with this overlap."""
+    flags = [*TINY, *EXPERTS, *"--pipeline-model-parallel-size 1 --swiglu".split()]
+    overlap = ["--overlap-moe-expert-parallel-comm", "--moe-token-dispatcher-type", "alltoall"]
+    printed, overlapped = rehearse(warm, tmp_path, [*flags, *overlap], "--alone", "--gpus", "4")
+    _, plain = rehearse(warm, tmp_path, [*flags, *overlap[1:]], "--alone", "--gpus", "4")
+    parts, plain_parts = (report["ranks"][0]["parts"] for report in (overlapped, plain))
+    # A forward and a backward of two microbatches are in memory.
+    assert parts["activations"] > plain_parts["activations"] > 0
+    assert parts["rest"] < 2 * plain_parts["rest"]
+    assert "of microbatch" in printed
+    assert "Balanced routing. With --imbalance 1.1 (10% more tokens" in printed.replace("\n", " ")
+
+
 def test_a_cluster_file_is_used_by_rehearse_and_advise(
     warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
