@@ -125,9 +125,11 @@ def _python() -> str:
 
 
 def _prediction_error() -> str:
-    large, median, ninth = rehearsed_table.errors_of_peaks()
-    runs = f"{large} NVIDIA CI runs with a peak of at least 1 GiB"
-    rows: list[tuple[str, ...]] = [("peak memory", runs, f"{median:.1%}", f"{ninth:.1%}", "")]
+    rows: list[tuple[str, ...]] = []
+    for gib in (1, 20):
+        number, median, ninth = rehearsed_table.errors_of_peaks(gib * rehearsed_table.GIB)
+        runs = f"{number} NVIDIA CI runs with a peak of at least {gib} GiB"
+        rows.append(("peak memory", runs, f"{median:.1%}", f"{ninth:.1%}", ""))
     for case in ERROR_CASES:
         case_error = fitted.LEFT_OUT[case]
         runs = f"{case_error.runs} published runs" + (f": {case}" if case != "all" else "")
