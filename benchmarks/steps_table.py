@@ -20,14 +20,18 @@ HEAD = """\
 
 The work of one microbatch is counted by a dry run of the run's own flags
 ([models.yaml](evidence/models.yaml); `python benchmarks/count_runs.py`): matrix products
-by shape and format, attention, bytes that other kernels move, kernels, collectives by group. The
-time of a collective follows from its bytes per hop: NVLink and network transfer at the same time,
-DeepEP and HybridEP send a token once to each node, a plain all-to-all once to each rank
+by shape and format, attention, bytes that other kernels move, kernels, collectives by group.
+Dispatcher, overlaps, CUDA graphs and recomputation of a run are those of its recipe, in the tag of
+its release (column `settings` of [runs.csv](evidence/runs.csv)). The time of a collective follows
+from its bytes per hop: NVLink and network transfer at the same time, DeepEP and HybridEP send a
+token once to each node, a plain all-to-all once to each rank
 (`megatron_vshape/rehearsal/step_time.py`). All else follows from the data sheet, six shares per
 generation of GPU and twelve constants shared by all (`megatron_vshape/rehearsal/fitted.py`), fitted
-to all runs at once by `python benchmarks/fit_rates.py`. No constant belongs to a run or a model.
-Idle time is the textbook's, (p - 1) / v microbatches. The runs are NVIDIA's of Megatron-Bridge,
-MLPerf's of Llama 3.1 405B, and those of Kwai's ATC '24 paper without offload and recompute.
+to all runs at once by `python benchmarks/fit_rates.py`. No constant belongs to a run, a model or a
+release. Idle time is the textbook's, (p - 1) / v microbatches. The runs are NVIDIA's of
+Megatron-Bridge and those of its model verification cards, MLPerf's of Llama 3.1 405B (5.1 and 6.0)
+and DeepSeek-V3 (6.0, natural routing), and those of Kwai's ATC '24 paper without offload and
+recompute.
 
 **The error of an estimate is the one of runs that were left out of the fit**: all runs of one model
 on one system at a time. `advise` prints the row of the user's case.
@@ -84,10 +88,16 @@ def _rows(rows: Sequence[Row]) -> Iterator[str]:
 
 
 WRONG = """\
-Where it is wrong: GPT OSS on B200 in 26.02 and 25.11 needs 2.6 s per step beyond its microbatches,
-which no count explains. Llama3 70B of 26.02.01 names no virtual stages and is as fast as with five.
-One pair is in the wrong order: 405B on GB300 with TP 4 in FP8 was faster than with TP 2 and CP 2 in
-MXFP8. On hosts with x86 CPUs, experts and a pipeline, every virtual stage costs some 16 ms more
-per microbatch than its kernels (`pass_us`); the counts show no cause, and hosts with Grace CPUs
-show nothing of it.
+Where it is wrong, and as far as known why:
+
+* Qwen3 30B on H100 in 25.11 (FP8, PP 2, 24 virtual stages) is estimated 1.9x too fast, and Qwen3
+  235B on B300 in 26.02 1.4x. Both overlap expert communication without CUDA graphs, on x86. Until
+  November 2026, 16 ms per virtual stage were added for such runs; runs of other images do not need
+  them.
+* GPT OSS on GB200 needed 4.48 s in 26.06.01, and 2.8 s with the same recipe in the releases before
+  and after it.
+* GPT OSS on B200 in 25.11 needs 1.1 s per step beyond its two microbatches, which no count
+  explains.
+* Llama3 70B of 26.02.01 names no virtual stages and is as fast as with five.
+* DeepSeek-V3 on 2,048 GB200 has natural routing and 60 microbatches; on 512 GB200 it is 10% off.
 """
