@@ -50,6 +50,8 @@ def estimate_step(
         return StepTime(slowest, f"{microbatches} microbatches")
     name = command.value(SCHEDULE) or megatrons_name(sizes.vp)
     try:
+        if reports[0].scale.experts_hidden and not command.has(SCHEDULE):
+            raise ScheduleError("parts of overlapped passes alternate")
         seconds = _simulated(reports, name, gpu, gpu_distance)
     except ScheduleError as error:
         how = f"{microbatches} microbatches with the textbook bubble, not simulated: {error}{like}"

@@ -8,9 +8,17 @@ from pathlib import Path
 import pytest
 from rehearsal.reports import pass_of, report_of
 
-from megatron_vshape.rehearsal.gpus import GIB
-from megatron_vshape.rehearsal.rank_report import GraphBytes, Holder, PeakMoment, RankReport
+from megatron_vshape.rehearsal.flags import Command
+from megatron_vshape.rehearsal.gpus import GIB, GPUS
+from megatron_vshape.rehearsal.rank_report import (
+    GraphBytes,
+    Holder,
+    ParallelSizes,
+    PeakMoment,
+    RankReport,
+)
 from megatron_vshape.rehearsal.report import describe_pass, format_peak
+from megatron_vshape.rehearsal.simulated import estimate_step
 from megatron_vshape.rehearsal.step_time import Scale
 from megatron_vshape.rehearsal.work import Work
 from megatron_vshape.rehearsal.worker import _error_text
@@ -46,6 +54,13 @@ def test_a_report_is_equal_after_json() -> None:
     assert not {"measured", "memory_measured"} & plain.keys()
     measured = report_of(measured="cpu", memory_measured=False, kinds=[pass_of("F", ms=2.0)])
     assert RankReport.from_json(measured.to_json()) == measured
+
+
+def test_overlapped_passes_are_not_simulated() -> None:
+    reports = [report_of(sizes=ParallelSizes(2, 1, 1, 2, 1), scale=FULL.scale)] * 2
+    step = estimate_step(reports, Command("pretrain_gpt.py", ()), GPUS["h100"], 1)
+    assert step.seconds == 1.0
+    assert "with the textbook bubble, not simulated: parts of overlapped passes" in step.how
 
 
 def test_a_cached_report_keeps_costs() -> None:
