@@ -1,7 +1,9 @@
 """GPUs of a run: number, rates, links, memory, and links to their hosts."""
 
+import logging
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -15,8 +17,17 @@ from megatron_vshape.view.numbers import GIB
 if TYPE_CHECKING:  # needs pydantic, and `advise` reads no files
     from megatron_vshape.tuning.files import Cluster
 
+logger = logging.getLogger(__name__)
+
 UNKNOWN = "h100"
 """GPU whose formats and capability are used for an unknown device name."""
+
+
+REMOVED = {
+    "pass_us": "a virtual stage costs no fixed time",
+    "launch_on_grace_us": "hosts with Grace CPUs have launch_us and module_us, too",
+}
+"""Assumptions of earlier versions that are ignored, and the reasons."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +51,7 @@ class Machine:
         device, link = cluster.device, cluster.host_link
         gpu_name = gpu_of_device(device.name)
         like = GPUS[gpu_name or UNKNOWN]
-        assumptions = dict(cluster.assumptions)
+        assumptions = _without_removed(cluster.assumptions)
         # A cluster file's own value includes NCCL's buffers.
         communicator = 0 if "beside_gib" in assumptions else like.communicator_bytes
         outside_gib = assumptions.pop("beside_gib", _beside_gib(cluster, like))
@@ -119,3 +130,9 @@ def _beside_gib(cluster: "Cluster", gpu: Gpu) -> float:
             "of CUDA and libraries: assumptions: {beside_gib: GIB}"
         )
     return MEASURED_GIB[software, generation]
+
+
+def _without_removed(assumptions: Mapping[str, float]) -> dict[str, float]:
+    for name in REMOVED.keys() & assumptions.keys():
+        logger.warning("assumption %s is ignored: %s.", name, REMOVED[name])
+    return {name: value for name, value in assumptions.items() if name not in REMOVED}

@@ -164,6 +164,19 @@ def test_sizes_that_contradict(tmp_path: Path) -> None:
         load_sample(tmp_path, model={"attention_heads": 3})
 
 
+def test_removed_assumptions_of_old_files_are_ignored_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = {"pass_us": 16000.0, "launch_on_grace_us": 40.0, "launch_us": 50.0}
+    machines = [
+        Machine.of(load_sample(tmp_path, cluster={**CLUSTER, "assumptions": assumptions}).cluster)
+        for assumptions in (old, {"launch_us": 50.0})
+    ]
+    assert machines[0] == machines[1]
+    assert "pass_us is ignored: a virtual stage" in caplog.text
+    assert "launch_on_grace_us is ignored: hosts with Grace CPUs" in caplog.text
+
+
 def test_unknown_assumption(tmp_path: Path) -> None:
     loaded = load_sample(tmp_path, cluster={**CLUSTER, "assumptions": {"luck": 1.0}})
     with pytest.raises(SweepError, match="is no assumption 'luck'; there are beside_gib, wide"):
