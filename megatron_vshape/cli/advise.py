@@ -389,7 +389,7 @@ def _print(advice: Advice, options: argparse.Namespace, rows: Rows) -> None:
     for text in (
         _largest_rank(today, advice.command_name),
         *accuracy.sentences(advice.case, machine.gpu, machine.num_devices),
-        *_exposed_experts(advice.case, command),
+        *accuracy.upper_bound(advice.case, command.has("--overlap-moe-expert-parallel-comm")),
         "The cost of splitting the backward is not in these errors; measure it with "
         "megatron-vshape rehearse --measure on one GPU.",
         "rehearse runs all layers, advise one layer per stage: peaks and step times differ by less "
@@ -397,16 +397,6 @@ def _print(advice: Advice, options: argparse.Namespace, rows: Rows) -> None:
         *(["Not evaluated: " + "; ".join(advice.left_out)] if advice.left_out else []),
     ):
         print(report.wrap_text(text))
-
-
-def _exposed_experts(case: str, command: Command) -> list[str]:
-    """Format that nothing hides all-to-alls between nodes, if that is so."""
-    if case != accuracy.BETWEEN or command.has("--overlap-moe-expert-parallel-comm"):
-        return []
-    return [
-        "EP spans nodes, and nothing hides its all-to-alls without "
-        "--overlap-moe-expert-parallel-comm: the step times are upper bounds."
-    ]
 
 
 def _shown(advice: Advice, rows: Rows) -> list[tuple[str, Prediction]]:

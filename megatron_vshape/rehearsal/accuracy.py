@@ -88,3 +88,13 @@ def sentences(case: str, gpu: Gpu, gpus: int) -> list[str]:
         f"{RELEASES}, which differ by up to 10%."
     )
     return texts
+
+
+def upper_bound(case: str, overlaps_experts: bool) -> list[str]:
+    """Format that nothing hides all-to-alls between nodes, if that is so."""
+    if case != BETWEEN or overlaps_experts:
+        return []
+    return [
+        "EP spans nodes, and nothing hides its all-to-alls without "
+        "--overlap-moe-expert-parallel-comm: the step times are upper bounds."
+    ]

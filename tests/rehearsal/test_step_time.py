@@ -158,6 +158,13 @@ def test_the_error_is_the_one_of_the_case() -> None:
     assert accuracy.threshold(accuracy.DENSE) >= PAIRS.median_percent / 100
 
 
+def test_exposed_all_to_alls_between_nodes_are_an_upper_bound() -> None:
+    (text,) = accuracy.upper_bound(accuracy.BETWEEN, overlaps_experts=False)
+    assert "upper bounds" in text
+    assert accuracy.upper_bound(accuracy.BETWEEN, overlaps_experts=True) == []
+    assert accuracy.upper_bound(accuracy.WITHIN, overlaps_experts=False) == []
+
+
 def test_the_error_of_few_runs_is_widened() -> None:
     few, everything = LEFT_OUT[accuracy.BETWEEN], LEFT_OUT["all"]
     assert few.runs < accuracy.ENOUGH
