@@ -351,6 +351,6 @@ def test_a_report_that_fails_does_not_lose_the_last_checkpoint(
 ) -> None:
     plugin = Path(__file__).with_name("failing_report.py")
     saves = ("--save", str(tmp_path), "--save-interval", "100", "--ckpt-format", "torch_dist")
-    run = train(2, "--pipeline-schedule", "1f1b", *saves, plugin=plugin)
+    run = train(2, "--pipeline-schedule", "v-half", *saves, plugin=plugin)
     assert "no closing report: the costs are for 2 stages" in "".join(run.output)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
