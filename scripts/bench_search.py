@@ -3,6 +3,7 @@
 
     python3 scripts/bench_search.py [--judge PATH] [--peers PATH] [--chunks C] [--steps N]
                                     [--longer S]
+    python3 scripts/bench_search.py --random 40 [--against CHECKOUT]
 
 A cell is a number of devices and microbatches and one F, B, W, communication. Per cell and memory
 limit: the best published overhead that fits, ours as `replay.py` computes it from the exported
@@ -12,13 +13,21 @@ cores share. With --longer a plan whose proven gap is above 1% is searched again
 all cores (processor time), and the end of the row has the gain in step time.
 Then geometric means, medians of the proven gap, and the overhead when every pass is up to 10%
 slower or faster than planned. Exit status 1 if any plan is worse than a published schedule.
+
+With --random N the cells are N random ones with a fixed seed: 3 to 9 devices, 2 to 40 microbatches,
+limits from 0.4 to 1.0 of 1F1B. Each is planned by `megatron-vshape plan` in its own process, as a
+user gets it, also with the package of another checkout, and the last lines compare step times,
+overheads and processor seconds (start of the process included).
 """
 
 import argparse
 import importlib.util
 import json
 import math
+import os
 import random
+import resource
+import subprocess
 import sys
 import tempfile
 import time
@@ -39,7 +48,9 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper import catalogue
 from megatron_vshape.core.planner import search
+from megatron_vshape.core.request import baselines_of
 
+ROOT = Path(__file__).resolve().parents[1]
 JUDGE = Path(__file__).resolve().parents[2] / "shared" / "judge"
 TRIALS = 20
 SLACK = 1e-6
@@ -110,12 +121,9 @@ def load_judge(path: Path) -> ModuleType:
     return module
 
 
-def replay_file(judge: ModuleType, schedule: Schedule, cell: Cell) -> dict[str, Any]:
-    """Return the figures of the replay for the exported file."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "plan.json"
-        path.write_text(schedule.to_json())
-        data = json.loads(path.read_text())
+def replay_file(judge: ModuleType, text: str, cell: Cell) -> dict[str, Any]:
+    """Return the figures of the replay for the text of a schedule file."""
+    data = json.loads(text)
     stages = len(data["placement"])
     scale = 2 * cell.devices / stages
     costs = {kind: [x * scale] * stages for kind, x in zip("FBW", cell.cost, strict=False)}
@@ -128,7 +136,7 @@ def measure(judge: ModuleType, cell: Cell, published: float, options: argparse.N
     costs = Costs.uniform(cell.devices, options.chunks * cell.devices, *cell.cost)
     plan = search.plan(costs, cell.devices, cell.microbatches, cell.limit, steps=options.steps)
     seconds = time.process_time() - started
-    verdict = replay_file(judge, plan.schedule, cell)
+    verdict = replay_file(judge, plan.schedule.to_json(), cell)
     if verdict["peak"] > cell.limit + SLACK:
         raise SystemExit(f"{cell}: the plan holds {verdict['peak']}, more than the limit")
     bound = plan.lower_bound - plan.busy
@@ -202,6 +210,142 @@ def published_orders(cell: Cell) -> list[Schedule]:
     return fitting
 
 
+RANDOM_COSTS = ((1, 1, 1, 0), (1, 1.15, 0.85, 0.05), (1, 2, 1, 0.05))
+"""Costs of the random cells: those of the published figures."""
+
+RANDOM_SEED = 77
+MOST_CHUNKS = 12
+"""Maximum chunks per rank of published schedules, as in `megatron-vshape plan`."""
+
+
+def random_cells(count: int) -> list[Cell]:
+    """Return the first `count` random cells; the limit is in tenths of a chunk."""
+    rng = random.Random(RANDOM_SEED)
+    cells = []
+    for _ in range(count):
+        devices, microbatches = rng.randint(3, 9), rng.randint(2, 40)
+        limit = round(2 * devices * rng.uniform(0.4, 1.0), 1)
+        cells.append(Cell(devices, microbatches, rng.choice(RANDOM_COSTS), limit))
+    return cells
+
+
+class PlannedStep(NamedTuple):
+    """Times of one plan, in --cost units, and the processor seconds of its process."""
+
+    makespan: float
+    overhead: float
+    seconds: float
+
+
+class Comparison(NamedTuple):
+    """The plans of a random cell: of this checkout, and of another one."""
+
+    cell: Cell
+    published: float  # overhead of the best published schedule that fits; infinity if none does
+    planned: PlannedStep
+    other: PlannedStep | None = None
+
+
+def plan_with(checkout: Path, judge: ModuleType, cell: Cell, flags: Sequence[str]) -> PlannedStep:
+    """Plan a cell with the command of a checkout.
+
+    Raises:
+        SystemExit: the command fails, or its plan exceeds the limit.
+    """
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    environment["XDG_CACHE_HOME"] = str(checkout / ".cache")
+    start = "import sys; from megatron_vshape.cli.main import main; sys.exit(main())"
+    cost = ",".join(map(str, cell.cost))
+    sizes = ["--devices", str(cell.devices), "--microbatches", str(cell.microbatches)]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        options = [*sizes, "--cost", cost, "--memory-limit", str(cell.limit), *flags]
+        command = [sys.executable, "-c", start, "plan", *options, "--export", str(path)]
+        completed = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if completed.returncode:
+            raise SystemExit(f"{checkout}: {cell}: {completed.stderr}")
+        figures = replay_file(judge, path.read_text(), cell)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if figures["peak"] > cell.limit + SLACK:
+        raise SystemExit(f"{checkout}: {cell}: the plan's peak {figures['peak']} exceeds the limit")
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return PlannedStep(figures["makespan"], figures["overhead"], seconds)
+
+
+def published_overhead(judge: ModuleType, cell: Cell) -> float:
+    """Return the minimum overhead of the published schedules that fit; infinity if none does."""
+    overheads = [math.inf]
+    sizes = cell.devices, cell.microbatches
+    for baseline, _ in baselines_of(*sizes, range(1, MOST_CHUNKS + 1)):
+        schedule = baseline.make(*sizes).split_overlapped()
+        figures = replay_file(judge, schedule.to_json(), cell)
+        if figures["peak"] <= cell.limit + SLACK:
+            overheads.append(figures["overhead"])
+    return min(overheads)
+
+
+def compare_random_cells(judge: ModuleType, options: argparse.Namespace) -> int:
+    """Print a row per random cell; return 1 if any plan is worse than a published schedule."""
+    print("  d     m  F/B/W/comm          limit published      ours  ratio seconds", end="")
+    print("     other of other seconds" if options.against else "")
+    comparisons = []
+    for cell in random_cells(options.random):
+        if options.devices not in (None, cell.devices):
+            continue
+        planned = plan_with(ROOT, judge, cell, options.flags)
+        other = options.against and plan_with(options.against.resolve(), judge, cell, [])
+        comparisons.append(Comparison(cell, published_overhead(judge, cell), planned, other))
+        print_comparison(comparisons[-1])
+    print_comparison_means(comparisons)
+    worse = [row for row in comparisons if row.planned.overhead > row.published + SLACK]
+    print(f"{len(worse)} of {len(comparisons)} worse than published")
+    return 1 if worse else 0
+
+
+def print_comparison(row: Comparison) -> None:
+    """Print one line of the table of random cells."""
+    cell, planned, other = row.cell, row.planned, row.other
+    cost = "/".join(f"{x:g}" for x in cell.cost)
+    text = (
+        f"{cell.devices:3} {cell.microbatches:5}  {cost:17} {cell.limit:7.5g} "
+        f"{row.published:9.2f} {planned.overhead:9.2f} "
+        f"{_ratio(planned.overhead, row.published):6.3f} {planned.seconds:7.2f}"
+    )
+    if other is not None:
+        text += f" {other.overhead:9.2f} {_ratio(planned.overhead, other.overhead):8.3f}"
+        text += f" {other.seconds:7.2f}"
+    print(text, flush=True)
+
+
+def _ratio(overhead: float, other: float) -> float:
+    """Return the ratio of two overheads; 1 if both are 0."""
+    return 1.0 if overhead <= SLACK and other <= SLACK else max(overhead, SLACK) / max(other, SLACK)
+
+
+def print_comparison_means(comparisons: Sequence[Comparison]) -> None:
+    """Print geometric means over the random cells, and the ratio of all processor seconds."""
+
+    def mean(label: str, ratios: Sequence[float]) -> None:
+        if ratios:
+            middle = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            print(f"geometric mean of {len(ratios)} cells, {label}: {middle:.4f}")
+
+    mean(
+        "overhead over the best published",
+        [_ratio(row.planned.overhead, row.published) for row in comparisons if row.published < 1e9],
+    )
+    pairs = [(row.planned, row.other) for row in comparisons if row.other is not None]
+    mean("step time over the other's", [ours.makespan / other.makespan for ours, other in pairs])
+    mean("overhead over the other's", [_ratio(x.overhead, y.overhead) for x, y in pairs])
+    ours = sum(row.planned.seconds for row in comparisons)
+    print(f"processor seconds: {ours:.1f}", end="")
+    if pairs:
+        seconds = sum(other.seconds for _, other in pairs)
+        print(f", other {seconds:.1f}, ratio {ours / seconds:.3f}", end="")
+    print()
+
+
 def geometric_means(results: Sequence[Result]) -> dict[str, float]:
     """Return the mean ratio of every group of cells."""
     groups: dict[str, list[float]] = defaultdict(list)
@@ -268,8 +412,13 @@ def main() -> int:
     parser.add_argument("--chunks", type=int, default=4, help="most stages a device may hold")
     parser.add_argument("--longer", type=float, default=0.0, metavar="S", help="per cell")
     parser.add_argument("--no-robustness", action="store_true")
+    parser.add_argument("--random", type=int, metavar="N", help="N random cells instead")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="plan there as well")
+    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of plan, at the end")
     arguments = parser.parse_args()
     judge = load_judge(arguments.judge)
+    if arguments.random:
+        return compare_random_cells(judge, arguments)
     print(
         "  d     m  F/B/W/comm          limit published      ours  ratio    bound    gap ", end=""
     )
