@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_vshape.core.compiling import compiled
+from megatron_vshape.core.compiling import compiled, compiled_inline
 
 NONE = -1
 _MAX_DISTANCE = 12
@@ -68,13 +68,14 @@ class State(NamedTuple):
     memory: np.ndarray  # [queue, position] memory after the pass there
     heap_key: np.ndarray
     heap_pass: np.ndarray
+    change: np.ndarray  # [position] working memory of `_fits_moved`
     moves: np.ndarray  # [move, 2] start and stop
     log_pass: np.ndarray
     log_head: np.ndarray
     random: np.ndarray
 
 
-@compiled
+@compiled_inline
 def draw(random: np.ndarray) -> int:
     """Return the next random number (xorshift32), the same with and without numba."""
     x = random[0]
@@ -130,7 +131,7 @@ def run_rows(shop: JobShop, row: np.ndarray, position: np.ndarray, head: np.ndar
     return order[:count]
 
 
-@compiled
+@compiled_inline
 def _start_of(
     shop: JobShop,
     position: np.ndarray,
@@ -150,7 +151,7 @@ def _start_of(
     return start
 
 
-@compiled
+@compiled_inline
 def _tail_of(shop: JobShop, state: State, work: int) -> int:
     """Return the longest path from the pass's end to the end of the step, from its readers."""
     queue = shop.queue[work]
@@ -167,7 +168,7 @@ def _tail_of(shop: JobShop, state: State, work: int) -> int:
     return tail
 
 
-@compiled
+@compiled_inline
 def _head_of(shop: JobShop, state: State, work: int) -> int:
     """Return the earliest end of the pass, from the heads of its dependencies."""
     queue = shop.queue[work]
@@ -182,13 +183,13 @@ def _head_of(shop: JobShop, state: State, work: int) -> int:
     return start + shop.ticks[work]
 
 
-@compiled
+@compiled_inline
 def objective(shop: JobShop, state: State) -> int:
     """Return the makespan, or the span if `due` is set."""
     return _last_end(shop, state.row, state.head)
 
 
-@compiled
+@compiled_inline
 def _last_end(shop: JobShop, row: np.ndarray, head: np.ndarray) -> int:
     worst = head[row[0, shop.length[0] - 1]] + shop.due[0]
     for queue in range(1, len(row)):
@@ -219,13 +220,14 @@ def settle(shop: JobShop, state: State) -> bool:
     return fits
 
 
-@compiled
+@compiled_inline
 def _fits_moved(shop: JobShop, state: State, queue: int) -> bool:
     """Return whether the moved memory of this queue's device is within its limit."""
     link = shop.link[queue]
     if link == NONE:
         return True
-    change, position = np.zeros(state.row.shape[1], np.int64), 0
+    change, position = state.change, 0
+    change[:] = 0
     for index in range(shop.length[link]):
         work = state.row[link, index]
         if shop.stay[work, 0] != NONE:
@@ -241,7 +243,7 @@ def _fits_moved(shop: JobShop, state: State, queue: int) -> bool:
     return True
 
 
-@compiled
+@compiled_inline
 def _push(state: State, size: int, key: int, work: int) -> int:
     """Add a pass to the heap of passes to update; return the heap's new size."""
     slot = size
@@ -257,7 +259,7 @@ def _push(state: State, size: int, key: int, work: int) -> int:
     return size + 1
 
 
-@compiled
+@compiled_inline
 def _pop(state: State, size: int) -> int:
     """Remove the heap's first pass; return the heap's new size."""
     size -= 1
@@ -279,7 +281,7 @@ def _pop(state: State, size: int) -> int:
     return size
 
 
-@compiled
+@compiled_inline
 def _target(shop: JobShop, state: State, queue: int, start: int, step: int, edge: int) -> int:
     """Return the farthest allowed position towards `edge`, by dependencies and memory."""
     work = state.row[queue, start]
@@ -302,7 +304,7 @@ def _target(shop: JobShop, state: State, queue: int, start: int, step: int, edge
     return position
 
 
-@compiled
+@compiled_inline
 def _edge(shop: JobShop, state: State, queue: int, work: int, step: int, edge: int) -> int:
     """Return `edge`, or the last position before a pass that the move must not cross."""
     # Microbatches of a type stay in order. Dependencies in other queues are checked by the heads.
@@ -325,7 +327,7 @@ def _edge(shop: JobShop, state: State, queue: int, work: int, step: int, edge: i
     return edge
 
 
-@compiled
+@compiled_inline
 def _shift(shop: JobShop, state: State, queue: int, start: int, stop: int) -> None:
     """Move the pass at `start` to `stop`; the passes in between close the gap."""
     work = state.row[queue, start]
@@ -347,7 +349,7 @@ def _shift(shop: JobShop, state: State, queue: int, start: int, stop: int) -> No
     state.position[work] = stop
 
 
-@compiled
+@compiled_inline
 def _looks_short(shop: JobShop, state: State, queue: int, low: int, high: int, bar: int) -> bool:
     """Estimate whether the paths through the changed positions are at most `bar`.
 
@@ -374,7 +376,7 @@ def _looks_short(shop: JobShop, state: State, queue: int, low: int, high: int, b
     return head + shop.ticks[following] + state.tail[following] <= bar
 
 
-@compiled
+@compiled_inline
 def _spread_heads(shop: JobShop, state: State, queue: int, low: int, high: int, bar: int) -> int:
     """Update the heads after a change; return the number of changes n, or -1 - n if above `bar`.
 
@@ -418,7 +420,7 @@ def _spread_heads(shop: JobShop, state: State, queue: int, low: int, high: int, 
     return changed
 
 
-@compiled
+@compiled_inline
 def _spread_tails(shop: JobShop, state: State, queue: int, low: int, high: int) -> None:
     """Update the tails after an accepted change; the heads are up to date."""
     size = 0
@@ -446,7 +448,7 @@ def _spread_tails(shop: JobShop, state: State, queue: int, low: int, high: int) 
                 size = _push(state, size, -state.head[source], source)
 
 
-@compiled
+@compiled_inline
 def _propose(
     shop: JobShop,
     state: State,
@@ -482,7 +484,7 @@ def _propose(
     return num_moves
 
 
-@compiled
+@compiled_inline
 def _exchange(
     shop: JobShop, state: State, start: int, reach: int, queue: int, first: int, last: int
 ) -> int:
@@ -507,7 +509,7 @@ def _exchange(
     return 2
 
 
-@compiled
+@compiled_inline
 def fit_exchanged(shop: JobShop, state: State, queue: int, low: int, high: int) -> bool:
     """Return whether the memory suffices with the passes at `low` and `high` exchanged."""
     limit = shop.limit[queue]
@@ -527,7 +529,7 @@ def fit_exchanged(shop: JobShop, state: State, queue: int, low: int, high: int) 
     return state.memory[queue, high] + shop.over[low_type] <= limit
 
 
-@compiled
+@compiled_inline
 def _decide(shop: JobShop, state: State, queue: int, num_moves: int, bar: int) -> bool:
     """Accept the last `done` moves if the objective is at most `bar`, else undo them."""
     # Heads of all positions between the outermost moves may change.
@@ -550,7 +552,7 @@ def _decide(shop: JobShop, state: State, queue: int, num_moves: int, bar: int) -
     return False
 
 
-@compiled
+@compiled_inline
 def local_search(
     shop: JobShop,
     state: State,
@@ -639,6 +641,7 @@ def new_state(row: np.ndarray, seed: int, num_neighbours: int = 1) -> State:
         memory=np.zeros(row.shape, np.int64),
         heap_key=np.zeros(heap, np.int64),
         heap_pass=np.zeros(heap, np.int32),
+        change=np.zeros(row.shape[1], np.int64),
         moves=np.zeros((_MAX_MOVES, 2), np.int64),
         log_pass=np.zeros(2 * size + _MAX_DISTANCE, np.int32),
         log_head=np.zeros(2 * size + 2 * _MAX_DISTANCE, np.int64),
