@@ -262,7 +262,10 @@ def plan_with(checkout: Path, judge: ModuleType, cell: Cell, flags: Sequence[str
         path = Path(folder) / "plan.json"
         options = [*sizes, "--cost", cost, "--memory-limit", str(cell.limit), *flags]
         command = [sys.executable, "-c", start, "plan", *options, "--export", str(path)]
-        completed = subprocess.run(command, env=environment, capture_output=True, text=True)
+        # python -c imports from the current directory first.
+        completed = subprocess.run(
+            command, env=environment, cwd=checkout, capture_output=True, text=True
+        )
         if completed.returncode:
             raise SystemExit(f"{checkout}: {cell}: {completed.stderr}")
         figures = replay_file(judge, path.read_text(), cell)
