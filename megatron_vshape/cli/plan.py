@@ -61,6 +61,7 @@ from megatron_vshape.core.plan import (
     plan_request,
 )
 from megatron_vshape.core.planner.vocabulary import ALL_REDUCE_TIME
+from megatron_vshape.core.program.torch_file import find_torch_name
 from megatron_vshape.core.request import (
     AUTO,
     MEGATRONS_OWN,
@@ -358,6 +359,11 @@ def _request(
         seconds=None if options.seconds is None else options.seconds * _FIRST_SHARE,
         layers=_pieces(options, measured),
     )
+    if options.format:
+        # torchtitan and NeMo Automodel derive the stages of a rank from a schedule name.
+        placements = request.searched_placements()
+        named = tuple(shape for shape in placements if find_torch_name(shape, options.devices))
+        request = replace(request, placements=named)
     return replace(request, moved_limit=_in_host(options, request))
 
 

@@ -17,7 +17,7 @@ from megatron_vshape.core.check.simulate import costs_of
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs, without_copies
 from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
-from megatron_vshape.core.model.placement import Placement, default_placements, stages_of
+from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Objective, Plan, Schedule
 from megatron_vshape.core.paper.blocks import BuildingBlock
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, NAMES
@@ -129,10 +129,7 @@ def _plan_auto(request: PlanRequest, budget: Budget) -> PlanResult:
     """
     limits, goal = limits_of(request), request.objective
     request = replace(request, limit=limits)
-    costs = request.full_costs()
-    placements = request.placements or default_placements(
-        request.num_devices, costs.num_stages, costs.copies
-    )
+    placements = request.searched_placements()
     results: list[PlanResult] = []
     rejected: ScheduleError | None = None
     bounds = {placement: _bound(request, placement) for placement in placements}
@@ -217,9 +214,7 @@ def _search(request: PlanRequest, budget: Budget) -> PlanResult:
     costs, slices, limits = request.full_costs(), request.slice_counts(), limits_of(request)
     if costs.shards_output_layer:
         return _search_shared(replace(request, slices=slices), budget)
-    placements = request.placements or default_placements(
-        request.num_devices, costs.num_stages, costs.copies
-    )
+    placements = request.searched_placements()
     may_use_full = (
         max(full_backward_saving(costs.sliced(num_slices)) for num_slices in slices) >= _MIN_SAVING
     )
@@ -274,9 +269,7 @@ def _search_shared(request: PlanRequest, budget: Budget) -> PlanResult:
     has_large_logits = most_logits_bytes(costs_of_request) > max(
         costs_of_request.held_after_forward_bytes
     )
-    placements = request.placements or default_placements(
-        request.num_devices, costs_of_request.num_stages, costs_of_request.copies
-    )
+    placements = request.searched_placements()
     requests = [_for_placement(request, placement, 1 / len(placements)) for placement in placements]
     if costs_of_request.copies:
         requests += [

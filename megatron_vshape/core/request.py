@@ -18,7 +18,13 @@ from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import KINDS, PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.pieces import Pieces, regroup
-from megatron_vshape.core.model.placement import Placement, v_shape
+from megatron_vshape.core.model.placement import (
+    Placement,
+    default_placements,
+    looping,
+    v_shape,
+    zigzag,
+)
 from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, Timeline, load_schedule
 from megatron_vshape.core.paper.blocks import BuildingBlock
 from megatron_vshape.core.paper.catalogue import (
@@ -59,6 +65,9 @@ MEGATRONS_OWN = ("1f1b", "interleaved-1f1b")
 _MAX_COMPARED_PASSES = 20_000
 """Maximum passes of a published schedule in a comparison: generating a larger one is slower than
 planning, which starts from the same blocks."""
+
+_SEARCHED_CHUNKS = (1, 2, 3, 4, 6, 8, 10, 12)
+"""Numbers of chunks per device of a plan if the layers of the model do not limit them."""
 
 SAME = 1e-9
 """Relative tolerance for equal values, so that rounding decides nothing."""
@@ -255,6 +264,35 @@ class PlanRequest:
             counts = {len(placement) // self.num_devices for placement in self.placements}
             return tuple(sorted(counts))
         return self.chunks or tuple(range(1, self.full_costs().num_stages // self.num_devices + 1))
+
+    def searched_placements(self) -> tuple[Placement, ...]:
+        """Return the placements that AUTO searches.
+
+        With costs of whole stages and one number of slices, these are the loop and the zigzag of
+        every number of chunks that the costs support; else those of `default_placements`.
+        """
+        if self.placements:
+            return self.placements
+        costs, devices, slices = self.full_costs(), self.num_devices, self.slice_counts()
+        placements = default_placements(devices, costs.num_stages, costs.copies)
+        if self.layers is not None or costs.copies or costs.shards_output_layer or slices[1:]:
+            return tuple(placements)
+        counts = [
+            chunks for chunks in self.chunk_counts() if self._has_costs_of(chunks * devices)
+        ]
+        if len(counts) > len(_SEARCHED_CHUNKS):  # not limited by the number of layers
+            counts = [chunks for chunks in counts if chunks in _SEARCHED_CHUNKS]
+        for chunks in counts:
+            if 3 * chunks * devices * self.num_microbatches * slices[0] <= _MAX_COMPARED_PASSES:
+                placements += [zigzag(devices, chunks), looping(devices, chunks)]
+        return tuple(dict.fromkeys(placements))
+
+    def _has_costs_of(self, num_stages: int) -> bool:
+        try:
+            self.costs_of(looping(self.num_devices, num_stages // self.num_devices), "a plan")
+        except ScheduleError:
+            return False
+        return True
 
     def allows(self, placement: Placement) -> bool:
         """Return whether a plan may have this placement."""

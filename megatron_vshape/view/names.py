@@ -1,7 +1,7 @@
 """Display names of schedules, and the colors of passes."""
 
 from megatron_vshape.core.model.kinds import Kind
-from megatron_vshape.core.model.placement import linear, looping, v_shape
+from megatron_vshape.core.model.placement import linear, looping, v_shape, zigzag
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
 
@@ -39,6 +39,7 @@ def shape_text(schedule: Schedule) -> str:
     shapes = {
         linear(devices): "linear",
         looping(devices, max(chunks, 2)): "looping",
+        zigzag(devices, max(chunks, 3)): "zigzag",
         v_shape(devices): "V-shaped",
     }
     return shapes.get(schedule.placement, "custom placement")

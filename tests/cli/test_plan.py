@@ -127,6 +127,52 @@ def test_a_rounding_error_is_no_idle_time() -> None:
     assert plan._without_rounding_error(replace(searched_plan, value=100.0, busy=99.0)) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("flags", "chunks", "makespan"),
+    [
+        ("--chunks 4", 4, 99.5),
+        ("--chunks 8", 8, 98.75),
+        ("", 12, 98.5),
+        ("--layers 16", 4, 99.5),
+        ("--layers 20", 5, 99.2),
+    ],
+)
+def test_plan_uses_the_chunks_that_options_allow(
+    flags: str, chunks: int, makespan: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every plan is proved optimal for its placement, and the bound decreases with the chunks."""
+    sizes = ["--devices", "4", "--microbatches", "16", "--memory-limit", "6"]
+    assert main(["plan", *sizes, *flags.split()]) == 0
+    shown = capsys.readouterr().out
+    assert f"recommended: the plan, with {chunks} chunks per rank" in shown
+    assert f"makespan        {makespan:g} in --cost units" in shown
+
+
+def test_launch_overhead_limits_the_chunks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of 3 x 8 passes of a chunk costs 0.2: four chunks save less idle time than that."""
+    arguments = ["plan", *SIZE, "--memory-limit", "8"]
+    chunks = []
+    for host in ("0", "0.2"):
+        assert main([*arguments, "--host", host]) == 0
+        match = re.search(r"^placement +([0-9]+) chunk", capsys.readouterr().out, re.M)
+        assert match is not None
+        chunks.append(int(match[1]))
+    assert chunks[0] > 2 >= chunks[1]
+
+
+def test_export_for_torch_has_a_placement_with_a_schedule_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without it, the plan within this memory is a zigzag of four or more chunks."""
+    sizes = ["plan", "--devices", "3", "--microbatches", "9", "--memory-limit", "3"]
+    assert main(sizes) == 0
+    assert "chunks per rank, zigzag" in capsys.readouterr().out
+    assert main([*sizes, "--format", "torch", "--export", str(tmp_path / "plan.csv")]) == 0
+    shown = capsys.readouterr().out
+    assert "chunks per rank, zigzag" not in shown
+    assert "no schedule name has this placement" not in shown
+
+
 def test_more_chunks_never_exclude_a_v(capsys: pytest.CaptureFixture[str]) -> None:
     """An odd number of chunks has no V; --chunks is a maximum, and even numbers come first."""
     sizes = ["plan", "--devices", "4", "--microbatches", "8", "--cost", "1,1.15,.85,.05"]

@@ -14,7 +14,13 @@ from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PARTS, ScheduleError
 from megatron_vshape.core.model.pieces import regroup
-from megatron_vshape.core.model.placement import default_placements, linear, looping, v_shape
+from megatron_vshape.core.model.placement import (
+    default_placements,
+    linear,
+    looping,
+    v_shape,
+    zigzag,
+)
 from megatron_vshape.core.model.schedule import Objective, Plan
 from megatron_vshape.core.plan import frontier
 from megatron_vshape.core.planner import search
@@ -104,6 +110,22 @@ def test_placement_with_bound_above_the_best_value_is_skipped() -> None:
         bounds.lower_bound(Costs.uniform(8, 16), v_shape(8), 8, 24, (10.0,) * 8)
         > looping_result.value
     )
+
+
+def test_zigzag_of_two_chunks_is_the_v() -> None:
+    assert zigzag(3, 2) == v_shape(3) == (0, 1, 2, 2, 1, 0)
+    assert zigzag(3, 3) == (0, 1, 2, 2, 1, 0, 0, 1, 2)
+
+
+def test_zigzag_shortens_the_ramps_within_the_memory_of_a_v() -> None:
+    """Half as large chunks reach the last device in half the time; a loop needs more memory."""
+    costs, limit = Costs.uniform(3, 12), 3.0
+    idle = []
+    for placement in (v_shape(3), looping(3, 4), zigzag(3, 4)):
+        searched = plan(costs, 3, 33, limit, placements=[placement], steps=100_000)
+        idle.append(searched.value - searched.busy)
+    assert idle[2] == pytest.approx(5.5)  # its bound
+    assert min(idle[:2]) > 6 * idle[2]
 
 
 def test_finer_costs_allow_a_placement_with_less_bubble() -> None:

@@ -20,7 +20,21 @@ def looping(num_devices: int, num_chunks: int) -> Placement:
 
 def v_shape(num_devices: int) -> Placement:
     """There and back, which pairs long with short lifespans (arXiv 2405.15362, section 3)."""
-    return (*range(num_devices), *reversed(range(num_devices)))
+    return zigzag(num_devices, 2)
+
+
+def zigzag(num_devices: int, num_chunks: int) -> Placement:
+    """`num_chunks` rounds over the devices in alternating directions; two are the V.
+
+    As in the V, the lifespans of a device's chunks add up to about the same on every device, but
+    warm-up and cool-down are shorter, because a chunk is smaller.
+    """
+    devices = range(num_devices)
+    return tuple(
+        device
+        for chunk in range(num_chunks)
+        for device in (reversed(devices) if chunk % 2 else devices)
+    )
 
 
 def default_placements(num_devices: int, num_stages: int, trades: bool = False) -> list[Placement]:
@@ -38,11 +52,12 @@ def default_placements(num_devices: int, num_stages: int, trades: bool = False) 
     if chunks == 1:
         return [linear(num_devices)]
     loop = looping(num_devices, chunks)
+    # Smaller chunks than those of a V allow shorter warm-up and cool-down in the same memory.
+    zigzags = [zigzag(num_devices, chunks)] if chunks > 2 and not trades else []
     if chunks % 2:
-        return [loop]
+        return [loop, *zigzags]
     loop_of_two = [looping(num_devices, 2)] if trades and chunks > 2 else []
-    # With four chunks, the unit of memory is half as large, and the loop is often better than a V.
-    return [v_shape(num_devices), *loop_of_two, loop]
+    return [v_shape(num_devices), *loop_of_two, *zigzags, loop]
 
 
 def with_loss_last(placement: Placement) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from megatron_vshape.core.check import bounds
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
-from megatron_vshape.core.model.placement import Placement, stages_of
+from megatron_vshape.core.model.placement import Placement, looping, stages_of
 from megatron_vshape.core.model.schedule import (
     ORDER_ALONE,
     MemoryStrategy,
@@ -51,6 +51,9 @@ _W_REINSERTED = ", W dealt"
 
 EFFORT, WIDE = 4, 16
 """Annealing has 1 / EFFORT of the local search's budget; above `WIDE` devices, the same budget."""
+
+_MAX_ANNEALED_STAGES = 36
+"""Maximum stages of a placement with annealed orders, unless it has at most two per device."""
 
 _FILL_THROUGHOUT_BELOW = 3_000
 """Orders of fewer passes are also filled throughout, not only in warm-up and cool-down.
@@ -324,6 +327,17 @@ class PlacementSearch:
             span=problem.objective is Objective.SPAN,
         )
 
+    @property
+    def is_annealed(self) -> bool:
+        """Return whether the starting points include annealed orders.
+
+        Published loops of many chunks are near the optimum, and annealing of many passes is slow.
+        """
+        devices, placement = self.problem.num_devices, self.problem.placement
+        chunks = len(placement) // devices
+        is_loop = placement == looping(devices, chunks)
+        return chunks <= 2 or (not is_loop and len(placement) <= _MAX_ANNEALED_STAGES)
+
     def start_orders(self, budget: int, run: Run) -> list[Candidate]:
         """Return the orders to improve: variants of the best cyclic orders.
 
@@ -373,8 +387,7 @@ class PlacementSearch:
             )
             return [_sequential_order(problem.placement, devices, slices), *cyclic_orders]
 
-        if len(problem.placement) > 2 * devices:
-            # Published loops are near the optimum, and annealing would use their budget.
+        if not self.is_annealed:
             return [published]
         # Steady orders schedule each slice like a microbatch.
         costs = replace(problem.costs.of_activations(), slices=1)

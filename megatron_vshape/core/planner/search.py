@@ -1,21 +1,22 @@
 """Adaptive scheduler: search for the pass order with the least makespan or span.
 
-1. Placements: the V and the loop of all stages; with `trades`, also the loop of two stages per
-   device (`default_placements`). The next steps run for each placement; one budget is shared by
-   the orders of all of them.
-2. Steady orders: with at most two stages per device, `modulo` finds cyclic orders within the memory
-   limits with the shortest period.
+1. Placements: those of the costs; by default the V and the loop of all stages; with `trades`, also
+   the loop of two stages per device (`default_placements`). The next steps run for each placement;
+   one budget is shared by the orders of all of them.
+2. Steady orders: for loops of at most two stages per device and for zigzags, `modulo` finds cyclic
+   orders within the memory limits with the shortest period.
    Published blocks are added, for a loop with groups of several sizes. Each order is cut to the few
    microbatches that show warm-up and cool-down (`orders.CyclicOrder`).
-3. Starting points: each order as it is, with idle time filled by step 4 of the paper, and with W
+3. Starting points: each order as it is, with idle time filled by step 4 of the paper, or with W
    reinserted as fillers (`job_shop.reinsert_weights`). All are evaluated for the full number of
    microbatches by repeating a period in the middle, which needs no search (`orders`).
 4. Local search for warm-up and cool-down: move a pass, alone or with its neighbors in other
    microbatches, or exchange two, if the objective does not grow (`improve`). After each round the
    worse half of the orders is dropped and the best continue in several copies; W are reinserted
-   in between. A placement is dropped if its lower bound is above the best order.
-5. Unless the gap to the bound is below `NEAR`: repeat with other random numbers, then a long local
-   search from the best orders of both turns.
+   in between. A placement is dropped if its lower bound is above the best order; placements
+   without annealing come first, because they are fast.
+5. Unless the gap to the bound is below `NEAR`: repeat with other random numbers, for the placements
+   of the last round, then a long local search from the best orders of both turns.
    Each order is searched independently, so the plan is the same on any number of cores.
 6. With `trades`, each strategy to save memory is a separate search on each placement. Those with
    offloading start from orders planned for more memory (`offloading`). All share one budget; a
@@ -44,8 +45,13 @@ from megatron_vshape.core.model.placement import Placement, default_placements
 from megatron_vshape.core.model.schedule import ORDER_ALONE, Objective, Plan, StrategyResult
 from megatron_vshape.core.planner.job_shop import Problem, make_problem
 from megatron_vshape.core.planner.offloading import BaseOrders, OffloadSearch, memory_strategies
-from megatron_vshape.core.planner.orders import MAX_STEPS_AT_ONCE, Candidate, PlacementSearch
-from megatron_vshape.core.planner.race import better_half, race
+from megatron_vshape.core.planner.orders import (
+    MAX_STEPS_AT_ONCE,
+    STARTS,
+    Candidate,
+    PlacementSearch,
+)
+from megatron_vshape.core.planner.race import best_of, better_half, race
 
 CORES = processors() if compiles() else 1
 """Useful number of threads: only compiled loops release the GIL."""
@@ -69,6 +75,9 @@ _LONG_TURN = TURNS = 3
 _CONTINUED_BUDGET = 24
 """Budget factor of a continued turn: old orders still improve when new ones do not."""
 
+_MANY_SEARCHES = 4
+"""From this number of placements on, half the budget: more placements gain more than more steps."""
+
 TURNS_OF_TRADES = 8
 """Number of turns with offloading, whose search space is larger; only the first has new orders."""
 
@@ -79,7 +88,7 @@ At d=8, m=64, 1/1.15/.85/.05, 10 chunks, a long turn spends a third of a plan's 
 0.04%: 400.55 and 400.4, where the bound is 400.15. A single turn ends below `ENOUGH`.
 """
 
-_STEPS_PER_SECOND = 1_000_000
+_STEPS_PER_SECOND = 3_000_000
 """Approximate speed of a search at 8 devices. It limits the first turn to the time limit."""
 
 _STEPS_PER_PAIR = 5
@@ -246,17 +255,14 @@ class _Race:
         limit.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
-        budget = steps
-        if budget is None:
-            budget = max(default_steps(search.problem) for search in self.searches)
-        if steps is None and seconds is not None:
-            budget = min(budget, int(seconds * _STEPS_PER_SECOND))
+        budget = self._default_budget(seconds) if steps is None else steps
         max_turns = TURNS_OF_TRADES if self.trades else TURNS
         num_turns = 1 if steps is not None and deadline is None else max_turns
         if steps is None:
             # Given steps are used in full, unless the order is optimal.
             self.enough = MAX_GAP
         survivors: list[_Runner] = []
+        searches = self.searches
         try:
             with ThreadPoolExecutor(CORES) as pool:
                 try:
@@ -264,7 +270,11 @@ class _Race:
                         # A continued turn starts from the last orders, all other turns from new
                         # ones.
                         is_continued = turn > 1 if self.trades else turn % _LONG_TURN == 0
-                        runners = survivors if is_continued else self._start_runners(budget, pool)
+                        runners = (
+                            survivors
+                            if is_continued
+                            else self._start_runners(searches, budget, pool)
+                        )
                         previous = [] if is_continued else survivors
                         share = (
                             budget * _CONTINUED_BUDGET
@@ -277,6 +287,8 @@ class _Race:
                             return
                         if deadline is None and (turn == num_turns or self._is_near_bound(NEAR)):
                             return
+                        # The next new orders are only for placements that have not dropped out.
+                        searches = list(dict.fromkeys(search for search, _ in survivors))
                         for search in self.searches:
                             search.seed += 1
                         budget *= 1 if deadline is None else 2
@@ -287,13 +299,31 @@ class _Race:
             if all(search.best is None for search in self.searches):
                 raise
 
-    def _start_runners(self, budget: int, pool: ThreadPoolExecutor) -> list[_Runner]:
-        return [
+    def _default_budget(self, seconds: float | None) -> int:
+        """Return the steps of the first turn."""
+        budget = max(default_steps(search.problem) for search in self.searches)
+        if len(self.searches) >= _MANY_SEARCHES and not self.trades:
+            budget //= 2
+        return budget if seconds is None else min(budget, int(seconds * _STEPS_PER_SECOND))
+
+    def _start_runners(
+        self, searches: Sequence[PlacementSearch], budget: int, pool: ThreadPoolExecutor
+    ) -> list[_Runner]:
+        share = budget
+        if not self.trades:
+            # Published orders need no annealing: they come first and may rule out the others.
+            searches = sorted(
+                searches,
+                key=lambda search: (search.is_annealed, search.is_annealed or search.bound),
+            )
+            share //= max(1, sum(search.is_annealed for search in searches))
+        runners = [
             (search, candidate)
-            for search in self.searches
+            for search in searches
             if self._can_win(search)
-            for candidate in search.start_orders(budget, pool.map)
+            for candidate in search.start_orders(share, pool.map)
         ]
+        return runners if self.trades else best_of(runners, STARTS, _value_of)
 
     def _turn(
         self,
@@ -386,7 +416,7 @@ def _next_round(runners: list[_Runner]) -> list[_Runner]:
     """Return the better half of the orders, filled up with reseeded copies if they are few."""
     is_few = _are_few(runners)
     min_orders = ORDERS_OF_FEW if is_few else ORDERS
-    runners = better_half(runners, lambda pair: pair[1].value / pair[0].problem.ticks_per_us)
+    runners = better_half(runners, _value_of)
     copies = [
         (search, search.reseeded_copy(candidate, number, restart=is_few))
         for number in range(1, min_orders)
@@ -394,6 +424,11 @@ def _next_round(runners: list[_Runner]) -> list[_Runner]:
     ]
     # The originals come first, so a copy never displaces one.
     return (runners + copies)[: max(min_orders, len(runners))]
+
+
+def _value_of(runner: _Runner) -> float:
+    search, candidate = runner
+    return candidate.value / search.problem.ticks_per_us
 
 
 def _are_few(runners: list[_Runner]) -> bool:
