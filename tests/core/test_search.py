@@ -128,6 +128,17 @@ def test_zigzag_shortens_the_ramps_within_the_memory_of_a_v() -> None:
     assert min(idle[:2]) > 6 * idle[2]
 
 
+def test_orders_that_are_optimal_on_their_placement_leave_starts_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """V-Min is optimal on the V and better than all starts on the zigzag, whose bound is lower."""
+    monkeypatch.setattr(search, "STARTS", 1)
+    placements = v_shape(9), zigzag(9, 3)
+    costs = {placement: Costs.uniform(9, len(placement)) for placement in placements}
+    searched = plan(costs, 9, 26, 8.9, steps=20_000)
+    assert searched.steps > 0
+
+
 def test_finer_costs_allow_a_placement_with_less_bubble() -> None:
     fine, coarse = Costs.uniform(4, 16, *REAL), Costs.uniform(4, 8, *REAL)
     result = plan(fine, 4, 12, 8, steps=STEPS)

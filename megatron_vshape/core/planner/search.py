@@ -323,7 +323,10 @@ class _Race:
             if self._can_win(search)
             for candidate in search.start_orders(share, pool.map)
         ]
-        return runners if self.trades else best_of(runners, STARTS, _value_of)
+        if self.trades:
+            return runners
+        # The best orders may all be of one placement, and optimal there.
+        return best_of(self._contenders(runners), STARTS, _value_of)
 
     def _turn(
         self,
