@@ -178,7 +178,10 @@ def random_cell(seed: int) -> tuple[Costs, int, int, float]:
 def test_plan_is_not_slower_than_all_split_or_all_full_backwards(seed: int) -> None:
     costs, devices, microbatches, limit = random_cell(seed)
     assert full_backward_saving(costs) > 0
-    result = plan_request(PlanRequest(AUTO, devices, microbatches, costs, limit=limit, steps=4_000))
+    # The request searches three times the placements, which share the steps.
+    result = plan_request(
+        PlanRequest(AUTO, devices, microbatches, costs, limit=limit, steps=12_000)
+    )
     verify(result.schedule, result.limits, result.costs)
     sizes = devices, microbatches, limit
     everywhere = plan(costs, *sizes, steps=4_000).schedule

@@ -60,15 +60,15 @@ def start(rank: int, given: object) -> None:
     original = PipelineRunner._program
     steps = 0
 
-    def program(self: Any, context: Any, fills_waits: bool) -> Any:
+    def program(self: Any, call: Any, groups: Any, fills_waits: bool) -> Any:
         nonlocal steps
-        if not context.forward_only:
+        if not call.forward_only:
             planner: Planner = self.planner
-            like = planner.plan_step(context.num_microbatches).schedule
+            like = planner.plan_step(call.num_microbatches).schedule
             plan = planner._build_step(drawn(like, steps))
             planner.use(plan)
             print(f"order {zlib.crc32(repr(plan.program.schedule.order).encode()):x} runs")
             steps += 1
-        return original(self, context, fills_waits)
+        return original(self, call, groups, fills_waits)
 
     PipelineRunner._program = program  # type: ignore[method-assign]

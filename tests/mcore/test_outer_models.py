@@ -147,11 +147,11 @@ def test_features_without_encoder_are_rejected(
 def test_layer_plans_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """They call the language model's layers, without the outer model and its encoder."""
     monkeypatch.setattr(LanguageModule, "__init__", nn.Module.__init__)
-    pipeline: Any = SimpleNamespace(by_layers=True)
+    pipeline: Any = SimpleNamespace(choice=SimpleNamespace(may_overlap=True))
     language_model = LanguageModule()
     overlap.FEATURE.check_chunks(pipeline, 0, [language_model])
     chunk = nn.ModuleDict({"language_model": language_model, "encoder": nn.Linear(1, 1)})
     with pytest.raises(UnsupportedError, match="does not support the encoder of ModuleDict"):
         overlap.FEATURE.check_chunks(pipeline, 0, [chunk])
-    pipeline.by_layers = False
+    pipeline.choice.may_overlap = False
     overlap.FEATURE.check_chunks(pipeline, 0, [chunk])
