@@ -10,9 +10,11 @@ from mcore.conftest import UNTIED
 from mcore.farm import Ended
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
+from megatron_vshape import plan
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.placement import Placement, looping, stages_of
+from megatron_vshape.core.model.placement import Placement, looping, stages_of, zigzag
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.mcore.options import MEGATRONS_OWN
@@ -205,6 +207,22 @@ def test_schedule_file_with_any_placement_equals_1f1b(
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags)
     package_run = train(4, "--pipeline-schedule", str(file), *flags)
     assert_equal_training(package_run, megatron_run)
+
+
+def test_planned_zigzag_equals_1f1b_bitwise(train: Train, tmp_path: Path) -> None:
+    """Four chunks per rank, in rounds of alternating direction."""
+    placement, file = zigzag(2, 4), tmp_path / "zigzag.json"
+    costs = Costs.uniform(2, 8, forward=1, backward=1.2, weight=0.8, send=0.05)
+    schedule = plan(costs, 2, 8, limit=8, placements=[placement], steps=2_000).schedule
+    assert schedule.placement == placement == (0, 1, 1, 0, 0, 1, 1, 0)
+    file.write_text(schedule.to_json())
+    flags = (*TWO, "--clip-grad", "0", UNTIED)
+    runs = [train(2, "--pipeline-schedule", name, *flags) for name in ("1f1b", str(file))]
+    megatron_run, package_run = runs
+    assert losses(package_run) == losses(megatron_run)
+    parameters, expected = (run.merged("parameters") for run in (package_run, megatron_run))
+    assert parameters.keys() == expected.keys()
+    assert all(parameters[name].equal(expected[name]) for name in expected)
 
 
 @pytest.mark.slow
