@@ -173,7 +173,7 @@ The values are those of version 0.3.0 and its rates; they have not been predicte
 arguments, it prints this page.
 """
 DOUBTFUL = """\
-Left out of these counts and without a gain below: {names}. The estimate says that the published
+Left out of these counts and without a gain below: {names}. By the estimate, the published
 recipe does not fit its own GPU. Its cause is not known, and it is a doubt about the estimate.
 """
 BY_HAND = """\

@@ -87,7 +87,7 @@ PLUGINS = {
     "Mamba layers": (MAMBA, "mamba_on_cpu.py", needs_hybrid),
     "graphs captured after a step": (GRAPHS, "graphs_on_cpu.py", ()),
 }
-"""Runs with a stand-in for kernels or graphs of a GPU: flags and its file."""
+"""Runs whose GPU kernels or graphs are emulated: flags and the file of the emulation."""
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ class PlannedStep:
 
     @property
     def relative_peak(self) -> float:
-        """Return the largest peak relative to 1F1B with as many microbatches as ranks.
+        """Return the largest peak relative to 1F1B with one microbatch per rank.
 
         If the stages of the costs cannot be combined to those of 1F1B, all stages count as equal.
         """
