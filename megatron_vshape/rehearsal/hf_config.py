@@ -21,6 +21,7 @@ _OPTIONS = _names("""
     attention_bias=add_qkv_bias use_qk_norm=qk_layernorm q_lora_rank kv_lora_rank v_head_dim
     qk_nope_head_dim=qk_head_dim qk_rope_head_dim=qk_pos_emb_head_dim mamba_num_heads mamba_head_dim
     num_nextn_predict_layers=mtp_num_layers ssm_state_size=mamba_state_dim
+    layer_norm_eps=norm_epsilon rotary_emb_base=rotary_base rotary_pct=rotary_percent
     n_groups=mamba_num_groups hybrid_override_pattern=hybrid_layer_pattern
 """)
 _OPTIONS_OF_EXPERTS = _names("""
@@ -47,6 +48,7 @@ _MLA = f"{_LLAMA} --multi-latent-attention --qk-layernorm --no-rope-fusion {_SIG
 _FLAGS = {
     "deepseek_v3": _MLA,
     "glm4_moe": f"{_LLAMA} {_SIGMOID}",
+    "gpt_neox": "--position-embedding-type rope",
     "gpt_oss": "--normalization RMSNorm --position-embedding-type rope --no-rope-fusion "
     "--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0 "
     "--no-bias-gelu-fusion --no-bias-dropout-fusion --softmax-type learnable "
@@ -81,9 +83,17 @@ def flags_of_hf_config(config: Mapping[str, Any]) -> tuple[list[str], str]:
             f"its model_type {named:.40} is not supported; supported: {', '.join(_FLAGS)}. Give "
             "Megatron's flags of the model after -- instead"
         )
+    if kind == "gpt_neox" and text.get("use_parallel_residual", True):
+        raise ScheduleError(
+            "it has a parallel residual (use_parallel_residual), which Megatron does not support; "
+            "use_parallel_residual: false estimates the same layers in sequence"
+        )
     missing = [name for name in _REQUIRED if text.get(name) is None]
     if missing:
         raise ScheduleError(f"it lacks {', '.join(missing)}: use the complete config.json")
+    width, heads = text["hidden_size"], text["num_attention_heads"]
+    if width % heads and not (text.get("head_dim") or text.get("kv_lora_rank")):
+        raise ScheduleError(f"hidden_size {width} is not a multiple of num_attention_heads {heads}")
     has_vision = text is not config or "vision_config" in config
     note = f"The language model of {config.get('model_type')}, without its vision encoder."
     experts = _expert_options(text)
@@ -95,7 +105,8 @@ def flags_of_hf_config(config: Mapping[str, Any]) -> tuple[list[str], str]:
     vocabulary = text["vocab_size"]
     options |= {"vocab_size": vocabulary - 1, "make_vocab_size_divisible_by": 2 - vocabulary % 2}
     options |= {"untie_embeddings_and_output_weights": not text.get("tie_word_embeddings", False)}
-    options |= {"attention_dropout": 0, "hidden_dropout": 0}
+    dropouts = ("attention_dropout", "hidden_dropout")
+    options |= {name: text.get(name) or 0 for name in dropouts}
     flags = flags_of({name: _plain(value) for name, value in options.items()})
     parts = [_FLAGS[kind], *([_EXPERTS] if experts else [])]
     parts += [_SIGMOID] if experts and kind == "nemotron_h" else []

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, 
 
 from megatron_vshape.core.model.files import fault_of, read_text
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal.flags import Command, flags_of, read_command
+from megatron_vshape.rehearsal.flags import read_command
 from megatron_vshape.rehearsal.gpus import Software
 from megatron_vshape.rehearsal.hf_config import flags_of_hf_config
 from megatron_vshape.tuning.configurations import (
@@ -91,67 +91,6 @@ class _File(BaseModel):
                 f"{known_names}"
             )
         return data
-
-
-class ExpertsPart(_File):
-    """Experts that replace the MLP of every layer."""
-
-    count: Positive
-    per_token: Positive
-    ffn_hidden_size: Positive
-    shared_ffn_hidden_size: Positive | None = None  # of an expert for all tokens
-
-    @model_validator(mode="after")
-    def _check_experts_per_token(self) -> "ExpertsPart":
-        if self.per_token > self.count:
-            raise ValueError(f"per_token {self.per_token} is more than the {self.count} experts")
-        return self
-
-
-class ModelFile(_File):
-    """A GPT: the sizes that determine its time and its memory."""
-
-    name: Title
-    layers: Positive
-    hidden_size: Positive
-    attention_heads: Positive
-    query_groups: Positive | None = None  # None: one per head
-    ffn_hidden_size: Positive | None = None  # None: four times the hidden size
-    gated: bool = False  # two matrices into the MLP, as SwiGLU has
-    experts: ExpertsPart | None = None
-    vocabulary_size: Positive
-    mtp_layers: Annotated[int, Field(ge=0, le=_MAX_COUNT, strict=True)] = (
-        0  # multi-token prediction
-    )
-    tied_embeddings: bool = False
-    dropout: bool = False  # its masks are saved for the backward
-    flash_attention: bool = True  # otherwise the scores are written to memory
-    parameter_bytes: Literal[2, 4] = 2
-    gradient_bytes: Literal[2, 4] = 4
-
-    @property
-    def groups(self) -> int:
-        """Number of key and value heads."""
-        return self.query_groups or self.attention_heads
-
-    @property
-    def ffn(self) -> int:
-        """Width of the MLP."""
-        return self.ffn_hidden_size or 4 * self.hidden_size
-
-    @model_validator(mode="after")
-    def _check_heads(self) -> "ModelFile":
-        if self.hidden_size % self.attention_heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} is not a multiple of attention_heads "
-                f"{self.attention_heads}"
-            )
-        if self.attention_heads % self.groups:
-            raise ValueError(
-                f"attention_heads {self.attention_heads} is not a multiple of query_groups "
-                f"{self.groups}"
-            )
-        return self
 
 
 class Device(_File):
@@ -369,6 +308,12 @@ def _subject(path: Path, cluster: Cluster) -> Subject:
     return Subject.of_command([str(path)], path.stem)
 
 
+_CPU = """
+    --distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion
+    --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion
+""".split()
+
+
 def find_model(name: str) -> Path:
     """Return the file of a model: that path, config.json in that folder, or a preset.
 
@@ -388,7 +333,7 @@ def find_model(name: str) -> Path:
     presets = {re.sub("[^a-z0-9]", "", file.stem): file for file in files}
     preset = presets.get(re.sub("[^a-z0-9]", "", name.lower().rpartition("/")[2]))
     if preset is None:
-        names = ", ".join(file.stem for file in presets.values() if file.stem != "every_key")
+        names = ", ".join(file.stem for file in presets.values())
         raise SweepError(
             f"--model {name:.100} is no config.json, no folder with one, and no preset. "
             f"Presets: {names}"
@@ -397,15 +342,17 @@ def find_model(name: str) -> Path:
 
 
 def load_model(path: Path, on_cpu: bool = False) -> Subject:
-    """Load a model file, or the fields of a Hugging Face config.json, as Megatron's flags.
+    """Load the fields of a Hugging Face config.json, in JSON or YAML, as Megatron's flags.
 
     Raises:
-        SweepError: the file cannot be read, or lacks or has an invalid value.
-        ScheduleError: the type of the model is not supported.
+        SweepError: the file cannot be read, or its model is not supported.
     """
     data = _read_mapping(path)
     if "model_type" not in data:
-        return of_model_file(load(path, ModelFile), on_cpu, path)
+        raise SweepError(
+            f"{path}: model_type is missing: a model has the fields of a Hugging Face config.json, "
+            "as the files in configs/models"
+        )
     try:
         flags, note = flags_of_hf_config(data)
     except ScheduleError as error:
@@ -413,6 +360,7 @@ def load_model(path: Path, on_cpu: bool = False) -> Subject:
     if note:
         logger.warning("%s: %s", path, note)
     flags += _CPU if on_cpu else ["--bf16", "--use-distributed-optimizer"]
+    logger.info("%s as Megatron's arguments: %s", path, " ".join(flags))
     name = path.parent.resolve().name if path.name == "config.json" else path.stem
     command = read_command(flags)  # with the script of hybrid models
     return Subject(name, command, data, translated=True)
@@ -540,63 +488,3 @@ def _short(value: object) -> str:
     except ValueError:  # an integer with more digits than Python prints
         return "a number of more than 4300 digits"
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-_CPU = """
-    --distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion
-    --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion
-""".split()
-
-
-def of_model_file(model: ModelFile, on_cpu: bool, path: Path) -> Subject:
-    """Convert a model file to Megatron's arguments, and log them."""
-    flags = [*model_flags(model), *_device_flags(model, on_cpu)]
-    logger.info("%s as Megatron's arguments: %s", path, " ".join(flags))
-    command = Command("pretrain_gpt.py", tuple(flags))
-    return Subject(model.name, command, model.model_dump(mode="json"), translated=True)
-
-
-def model_flags(model: ModelFile) -> list[str]:
-    """Return the trainer's flags for this GPT model, for any tokenizer."""
-    options: dict[str, Any] = {
-        "num-layers": model.layers,
-        "hidden-size": model.hidden_size,
-        "num-attention-heads": model.attention_heads,
-        "ffn-hidden-size": model.ffn,
-        # The tokenizer that makes up numbers adds one, and Megatron pads to the divisor.
-        "vocab-size": model.vocabulary_size - 1,
-        "make-vocab-size-divisible-by": 1,
-        "position-embedding-type": "rope",
-        "group-query-attention": model.groups != model.attention_heads,
-        "num-query-groups": model.groups if model.groups != model.attention_heads else None,
-        "swiglu": model.gated,
-        "mtp-num-layers": model.mtp_layers or None,
-        "untie-embeddings-and-output-weights": not model.tied_embeddings,
-        "attention-dropout": None if model.dropout else 0,
-        "hidden-dropout": None if model.dropout else 0,
-    }
-    if model.experts is not None:
-        options |= {
-            "num-experts": model.experts.count,
-            "moe-router-topk": model.experts.per_token,
-            "moe-ffn-hidden-size": model.experts.ffn_hidden_size,
-            "moe-shared-expert-intermediate-size": model.experts.shared_ffn_hidden_size,
-            "moe-token-dispatcher-type": "alltoall",
-            "expert-tensor-parallel-size": 1,
-            "disable-bias-linear": True,
-        }
-    return flags_of(options)
-
-
-def _device_flags(model: ModelFile, on_cpu: bool) -> list[str]:
-    if on_cpu:
-        return _CPU
-    options = {
-        "distributed-backend": "nccl",
-        "use-distributed-optimizer": True,
-        "bf16": model.parameter_bytes == 2,
-        "grad-reduce-in-bf16": model.parameter_bytes == model.gradient_bytes == 2,
-        "attention-backend": None if model.flash_attention else "unfused",
-        "moe-grouped-gemm": model.experts is not None and model.parameter_bytes == 2,
-    }
-    return flags_of(options)

@@ -14,11 +14,12 @@ ROOT = Path(__file__).parents[2]
 FAKE = Path(__file__).parent / "fake"
 
 MODEL = {
-    "name": "small",
-    "layers": 8,
+    "model_type": "gpt_neox",
+    "use_parallel_residual": False,
+    "num_hidden_layers": 8,
     "hidden_size": 256,
-    "attention_heads": 4,
-    "vocabulary_size": 1024,
+    "num_attention_heads": 4,
+    "vocab_size": 1024,
 }
 CLUSTER = {
     "name": "two",

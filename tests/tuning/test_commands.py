@@ -86,15 +86,17 @@ def test_a_model_may_be_a_file_of_arguments(tmp_path: Path) -> None:
 
 
 def test_a_model_file_is_translated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    experts = {"count": 4, "per_token": 2, "ffn_hidden_size": 96}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96}
+    model = {"model_type": "mixtral", **experts, "num_nextn_predict_layers": 1}
     with caplog.at_level("INFO"):
-        loaded = load_sweep(write_sweep(tmp_path, model={"experts": experts, "mtp_layers": 1}))
+        loaded = load_sweep(write_sweep(tmp_path, model=model))
     (line,) = [
         message
         for message in caplog.messages
         if "as Megatron's arguments: --num-layers 8" in message
     ]
-    assert "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96" in line
+    for words in ("--num-experts 4", "--moe-router-topk 2", "--moe-ffn-hidden-size 96"):
+        assert words in line
     assert "--mtp-num-layers 1" in line
     (config, *_) = expand_grid(loaded).possible
     assert "--mock-data" in trainer_command(loaded, config)

@@ -11,7 +11,7 @@ from tuning.samples import CLUSTER, ROOT, SWEEP, load_sample, write_sweep
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.tuning.configurations import SweepError
-from megatron_vshape.tuning.files import Cluster, ModelFile, Sweep, load, load_sweep
+from megatron_vshape.tuning.files import Cluster, Sweep, load, load_model, load_sweep
 from megatron_vshape.tuning.grid import expand_grid
 from megatron_vshape.tuning.machine import Machine
 
@@ -30,16 +30,15 @@ def test_shipped_models_have_the_size_in_their_name(
     """The paper counts one vocabulary matrix, as with tied embeddings."""
     path = ROOT / "configs" / "models" / f"gpt_{name}.yaml"
     load_sweep(write_sweep(tmp_path, sweep={"model": str(path)}))
-    model = load(path, ModelFile)
-    assert (model.gated, model.groups) == (False, model.attention_heads)
-    layer = 4 * model.hidden_size**2 + 2 * model.hidden_size * model.ffn
-    parameters = model.layers * layer + model.hidden_size * model.vocabulary_size
+    command = load_model(path).command
+    assert not command.has("--swiglu")
+    assert not command.has("--group-query-attention")
+    width, vocabulary = command.number("--hidden-size", 0), command.number("--vocab-size", 0) + 1
+    parameters = command.layers * 12 * width**2 + width * vocabulary
     assert parameters / 1e9 == pytest.approx(billions, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("folder", "kind"), [("models", ModelFile), ("clusters", Cluster), ("sweeps", Sweep)]
-)
+@pytest.mark.parametrize(("folder", "kind"), [("clusters", Cluster), ("sweeps", Sweep)])
 def test_every_key_of_an_example_has_a_comment(folder: str, kind: type[BaseModel]) -> None:
     path = ROOT / "configs" / folder / "every_key.yaml"
     load(path, kind)
@@ -160,8 +159,22 @@ def test_local_executor_rejects_several_nodes_and_shared_gpus(
 
 
 def test_sizes_that_contradict(tmp_path: Path) -> None:
-    with pytest.raises(SweepError, match="hidden_size 256 is not a multiple of attention_heads 3"):
-        load_sample(tmp_path, model={"attention_heads": 3})
+    with pytest.raises(
+        SweepError, match="hidden_size 256 is not a multiple of num_attention_heads"
+    ):
+        load_sample(tmp_path, model={"num_attention_heads": 3})
+
+
+def test_model_without_a_type_names_the_format(tmp_path: Path) -> None:
+    path = write_sweep(tmp_path)
+    (tmp_path / "model.yaml").write_text("layers: 8\nhidden_size: 256\n")
+    with pytest.raises(SweepError, match="model_type is missing: .* fields of a Hugging Face con"):
+        load_sweep(path)
+
+
+def test_parallel_residual_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(SweepError, match="parallel residual .*which Megatron does not support"):
+        load_sample(tmp_path, model={"use_parallel_residual": True})
 
 
 def test_removed_assumptions_of_old_files_are_ignored_with_a_warning(

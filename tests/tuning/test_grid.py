@@ -55,7 +55,7 @@ def test_nothing_possible(tmp_path: Path) -> None:
 
 
 def test_layers_add_up(tmp_path: Path) -> None:
-    loaded = load_sample(tmp_path, model={"layers": 6}, sweep={"grid": BALANCED})
+    loaded = load_sample(tmp_path, model={"num_hidden_layers": 6}, sweep={"grid": BALANCED})
     possible = expand_grid(loaded).possible
     assert possible
     for config in possible:
@@ -102,7 +102,7 @@ def test_vocabulary_parallelism_uses_the_auto_layout(tmp_path: Path) -> None:
         "layout": ["balanced"],
         "vocab_parallel": [True],
     }
-    loaded = load_sample(tmp_path, model={"layers": 7}, sweep={"grid": over})
+    loaded = load_sample(tmp_path, model={"num_hidden_layers": 7}, sweep={"grid": over})
     config = expand_grid(loaded).possible[0]
     assert config.layout is Layout.AUTO
     assert layers_of_stages(config, loaded.subject, v_shape(2)) == (1, 2, 2, 2)
@@ -120,7 +120,7 @@ def test_vocabulary_parallelism_rejects_post_validation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_trainer_command_has_multi_token_prediction(tmp_path: Path, shared: bool) -> None:
     grid = {**SWEEP["grid"], "vocab_parallel": [shared]}
-    loaded = load_sample(tmp_path, model={"mtp_layers": 2}, sweep={"grid": grid})
+    loaded = load_sample(tmp_path, model={"num_nextn_predict_layers": 2}, sweep={"grid": grid})
     words = trainer_command(loaded, expand_grid(loaded).possible[0])
     assert words[words.index("--mtp-num-layers") + 1] == "2"
     assert ("--pipeline-vocab-parallel" in words) == shared
@@ -129,7 +129,7 @@ def test_trainer_command_has_multi_token_prediction(tmp_path: Path, shared: bool
 def test_default_layout_is_auto_if_layers_do_not_divide(tmp_path: Path) -> None:
     """80 layers, as Llama 70B has, and the two ends divide among 2 stages, but not among 4."""
     grid = {name: value for name, value in SWEEP["grid"].items() if name != "layout"}
-    model = {**MODEL, "layers": 80}
+    model = {**MODEL, "num_hidden_layers": 80}
     expanded = expand_grid(load_sample(tmp_path, model=model, sweep={"grid": grid}))
     layouts = {(config.schedule, config.layout) for config in expanded.possible}
     assert layouts == {("1f1b", Layout.BALANCED), ("v-half", Layout.AUTO)}

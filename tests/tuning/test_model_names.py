@@ -31,6 +31,7 @@ PUBLISHED = {
     "llama_3_1_8b": (8.03, 8.03, 2),
     "mixtral_8x22b": (141, 39, 2),
     "mixtral_8x7b": (46.7, 12.9, 2),
+    "nemotron_3_nano": (31.6, 3.6, 2),
     "nemotron_3_super": (120.6, 12.7, 2),
     "nemotron_h_47b": (46.8, 46.8, 2),
     "qwen2_5_32b": (32.8, 32.8, 2),
@@ -42,6 +43,9 @@ PUBLISHED = {
     "qwen3_8b": (8.2, 8.2, 2),
 }
 """Billions of parameters, of active ones, and the number of embeddings counted as active."""
+
+PAPER = {"gpt_9_6b", "gpt_21b", "gpt_38_5b", "gpt_98_5b", "tiny"}
+"""Models of the paper, and of a laptop."""
 
 VALUES = {
     "model_type": "llama",
@@ -64,8 +68,8 @@ def with_workload(subject: Subject, gpus: int, *flags: str) -> Subject:
 
 
 def test_every_preset_of_a_public_model_has_published_sizes() -> None:
-    presets = [file for file in MODELS.glob("*.yaml") if "model_type" in file.read_text()]
-    assert {file.stem for file in presets} == PUBLISHED.keys()
+    public = {file.stem for file in MODELS.glob("*.yaml")} - PAPER
+    assert public == PUBLISHED.keys()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

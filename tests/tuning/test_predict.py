@@ -85,7 +85,7 @@ def test_adaptive_plan_uses_the_better_placement(
     assert times_s[best.schedule.placement] == best.step_s
 
 
-HEAVY = {"vocabulary_size": 65536}
+HEAVY = {"vocab_size": 65536}
 
 
 def test_vocabulary_parallelism_is_predicted(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_multi_token_prediction_is_predicted(tmp_path: Path) -> None:
     """In time, memory and FLOPs; a layer split by its work makes the step faster."""
     predictions = []
     for mtp_layers in (0, 1):
-        loaded = load_sample(tmp_path, model={**HEAVY, "mtp_layers": mtp_layers})
+        loaded = load_sample(tmp_path, model={**HEAVY, "num_nextn_predict_layers": mtp_layers})
         even = replace(expand_grid(loaded).possible[0], schedule="v-half")
         predictor = predictor_of(loaded)
         times = [predictor(replace(even, layout=layout)) for layout in (Layout.EVEN, Layout.AUTO)]
