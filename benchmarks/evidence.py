@@ -40,9 +40,10 @@ from megatron_vshape.tuning.configurations import (
     NONE,
     Configuration,
     Layout,
+    Subject,
     layers_of_stages,
 )
-from megatron_vshape.tuning.files import Cluster, ModelFile, load, load_sweep, of_model_file
+from megatron_vshape.tuning.files import Cluster, load, load_model, load_sweep
 from megatron_vshape.tuning.machine import Machine
 from megatron_vshape.tuning.predictor import Counts, Prediction, Predictor, key_of_count
 from megatron_vshape.tuning.ranking import kendall_tau
@@ -128,7 +129,7 @@ class Set:
     description: Mapping[str, Any]
     rows: tuple[Row, ...]
     costs_of: Callable[[int, bool], Costs]  # costs of a number of stages, recomputed or not
-    model: ModelFile | None
+    subject: Subject | None
 
     @property
     def devices(self) -> int:
@@ -231,10 +232,9 @@ def read_sets() -> list[Set]:
         if "costs_ms" in description:
             sets.append(Set(description, rows, _measured(description), None))
             continue
-        model = description["model"]
-        folder = CONFIGS / "models"
-        model = load(folder / model, ModelFile) if isinstance(model, str) else ModelFile(**model)
-        sets.append(Set(description, rows, _counted(description, model), model))
+        files = (folder / description["model"] for folder in (EVIDENCE, CONFIGS / "models"))
+        subject = load_model(next(file for file in files if file.is_file()))
+        sets.append(Set(description, rows, _counted(description, subject), subject))
     return sets
 
 
@@ -249,10 +249,9 @@ def _measured(description: Mapping[str, Any]) -> Callable[[int, bool], Costs]:
     return costs_of
 
 
-def _counted(description: Mapping[str, Any], model: ModelFile) -> Callable[[int, bool], Costs]:
+def _counted(description: Mapping[str, Any], subject: Subject) -> Callable[[int, bool], Costs]:
     """Return the costs of a model on a cluster, as the sweep has them."""
     machine = Machine.of(load(CONFIGS / "clusters" / description["cluster"], Cluster))
-    subject = of_model_file(model, False, CONFIGS)
     counts = Kept(subject, machine)
 
     def costs_of(num_stages: int, recompute: bool) -> Costs:
@@ -369,10 +368,10 @@ def _columns(which: Set, microbatches: int) -> Iterator[list[str]]:
 
 
 def _flops_per_token(which: Set) -> float:
-    if which.model is None:
+    if which.subject is None:
         return 0.0
     length = which.description["sequence_length"]
-    return of_model_file(which.model, False, CONFIGS).flops(length, 1) / length / 1e9
+    return which.subject.flops(length, 1) / length / 1e9
 
 
 class BestPrediction(NamedTuple):
