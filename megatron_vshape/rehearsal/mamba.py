@@ -1,14 +1,16 @@
 """Replacements of mamba-ssm and causal-conv1d that allocate the same memory as their functions.
 
 The sizes are those of mamba_ssm/ops/triton/ssd_combined.py and its neighbors (2.3.2), and of
-causal_conv1d/cpp_functions.py (1.6). Each array is allocated and freed at the same point.
+causal_conv1d/cpp_functions.py (1.6). Each array is allocated and freed at the same point, and each
+kernel is counted with the arrays that it reads and writes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +43,15 @@ def _wide(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device="cuda")
 
 
+class _ScanInputs(NamedTuple):
+    """Tensors that a scan reads, and `z` if it gates its output."""
+
+    x: Tensor
+    b: Tensor
+    c: Tensor
+    z: Tensor | None
+
+
 @dataclass(frozen=True, slots=True)
 class _Scan:
     """The sizes of a scan over chunks of tokens."""
@@ -68,6 +79,12 @@ class _Scan:
     def steps(self, *dims: int) -> Tensor:
         return _wide(self.batch, self.heads, self.chunks, *dims, self.chunk)
 
+    def inputs(self, mixed: Tensor, convolved: Tensor) -> _ScanInputs:
+        """Return z of a layer's input [z, ...], and the convolution's output [x, B, C]."""
+        inner, shared = self.heads * self.head, self.groups * self.state
+        x, b, c = convolved.split([inner, shared, shared], dim=-1)
+        return _ScanInputs(x, b, c, mixed[..., :inner])
+
     def states(self, dtype: torch.dtype) -> Tensor:
         shape = (self.batch, self.chunks, self.heads, self.head, self.state)
         return torch.empty(shape, dtype=dtype, device="cuda")
@@ -75,58 +92,91 @@ class _Scan:
     def squares(self, *dims: int) -> Tensor:
         return _wide(self.batch, self.chunks, *dims, self.groups, self.chunk, self.chunk)
 
-    def forward(self, x: Tensor, gated: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: _ScanInputs, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the output and the tensor saved for backward; they differ if gated."""
-        self.count(1.0, x)
+        x, b, c, z = inputs
+        self.count_flops(1.0)
         steps = self.steps(), self.steps()
+        _count_kernel(steps)
         wide = self.states(torch.float32)
+        _count_kernel(x, b, steps, wide)
         states = self.states(dtype)
         last = _wide(self.batch, self.heads, self.head, self.state)
+        _count_kernel(wide, states, last)
         del wide
         squares = self.squares()
+        _count_kernel(b, c, squares)
         shape = (self.batch, self.tokens, self.heads, self.head)
         out = torch.empty(shape, dtype=x.dtype, device="cuda")
-        saved = torch.empty_like(out) if gated else out
+        saved = out if z is None else torch.empty_like(out)
+        _count_kernel(squares, x, steps, c, states, z, out, () if z is None else saved)
         del steps, states, last, squares
         return out, saved
 
-    def backward(self, x: Tensor, gated: bool, dtype: torch.dtype) -> None:
+    def backward(
+        self, grad: Tensor, saved: Tensor, inputs: _ScanInputs, dtype: torch.dtype
+    ) -> None:
         """Allocate and free the temporary tensors of the backward."""
-        self.count(2.5, x)
+        x, b, c, z = inputs
+        self.count_flops(2.5)
         steps = self.steps(), self.steps()
+        _count_kernel(steps)
         squares = self.squares()
+        _count_kernel(b, c, squares)
         wide = self.states(torch.float32)
+        _count_kernel(x, b, steps, wide)
         states, last = self.states(torch.float32), _wide(self.batch, self.heads, self.head)
+        _count_kernel(wide, states)
         del wide, last
         shape = (self.batch, self.tokens, self.heads, self.head)
-        ungated = torch.empty(shape, dtype=x.dtype, device="cuda") if gated else None
+        ungated = None if z is None else torch.empty(shape, dtype=x.dtype, device="cuda")
+        if ungated is not None:
+            _count_kernel(x, z, saved, grad, z, ungated)
         d_states = self.states(torch.float32)
+        _count_kernel(c, steps[0], grad, d_states)
         narrow = self.states(dtype), self.states(dtype)
         parts = _wide(self.batch, self.heads, self.chunks, ceil(self.head * self.state / 64))
+        _count_kernel(states, d_states, narrow, parts)
         del states, d_states, parts
         d_steps = self.steps()
-        by_group = self._sum_of_splits(), self.steps()
-        by_group_too = self._sum_of_splits(), self.steps()
-        d_squares = self.squares(self.splits)
+        _count_kernel(x, steps, b, squares, grad, narrow[0], x, d_steps)
+        by_group = self._sum_of_splits(x, steps, narrow[0], b), self.steps()
+        by_group_too = self._sum_of_splits(grad, steps[0], narrow[1], c), self.steps()
+        d_squares_by_split = self.squares(self.splits)
+        _count_kernel(x, steps, grad, d_squares_by_split)
         d_squares = self.squares()
+        _count_kernel(d_squares_by_split, d_squares)
+        del d_squares_by_split
+        _count_kernel(c, d_squares, by_group, b)
+        _count_kernel(b, d_squares, by_group_too, c)
         per_tile = self.steps(ceil(self.chunk / _TILE))
+        _count_kernel(x, steps, grad, squares, per_tile)
         summed = self.steps()
+        _count_kernel(per_tile, summed)
         del steps, squares, ungated, narrow, d_steps, by_group, by_group_too, d_squares, per_tile
         del summed
 
-    def _sum_of_splits(self) -> Tensor:
-        _wide(self.batch, self.tokens, self.splits, self.groups, self.state)
-        return _wide(self.batch, self.tokens, self.groups, self.state)
+    def _sum_of_splits(self, *reads: Any) -> Tensor:
+        splits = _wide(self.batch, self.tokens, self.splits, self.groups, self.state)
+        _count_kernel(*reads, splits, splits)  # written, and read by the sum
+        del splits
+        total = _wide(self.batch, self.tokens, self.groups, self.state)
+        _count_kernel(total)
+        return total
 
-    def count(self, times: float, x: Tensor) -> None:
+    def count_flops(self, times: float) -> None:
         """Count the FLOPs within and between chunks; causal ones count half."""
-        ledger = Current.ledger
-        if ledger is not None:
+        if Current.ledger is not None:
             rows = self.batch * self.tokens
             within = self.chunk * (self.groups * self.state + self.heads * self.head)
             between = 4.0 * self.heads * self.head * self.state
-            ledger.count_attention(times * rows * (within + between), "bfloat16")
-            ledger.moved((x,), (x,))
+            Current.ledger.count_attention(times * rows * (within + between), "bfloat16")
+
+
+def _count_kernel(*tensors: Any) -> None:
+    """Count a kernel that reads and writes these tensors."""
+    if Current.ledger is not None:
+        Current.ledger.moved(*tensors)
 
 
 class _SplitScan(torch.autograd.Function):
@@ -135,7 +185,7 @@ class _SplitScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mixed: Tensor, weight: Tensor, *inputs: Any) -> Tensor:
         bias, d_bias, a, d, scan, dtype = inputs
-        out, saved = scan.forward(_convolved(mixed, weight), True, dtype)
+        out, saved = scan.forward(scan.inputs(mixed, _convolved(mixed, weight)), dtype)
         ctx.scan, ctx.dtype = scan, dtype
         ctx.save_for_backward(mixed, weight, bias, saved, a, d, d_bias)
         flat: Tensor = out.view(*out.shape[:2], -1)
@@ -147,7 +197,8 @@ class _SplitScan(torch.autograd.Function):
         convolved = _convolved(mixed, weight)
         d_mixed = torch.empty_like(mixed)
         d_convolved = torch.empty_like(convolved)
-        ctx.scan.backward(grad, True, ctx.dtype)
+        ctx.scan.backward(grad, saved, ctx.scan.inputs(mixed, convolved), ctx.dtype)
+        _count_kernel(convolved, d_convolved, d_convolved)  # the convolution's backward
         del convolved, d_convolved
         grads = [torch.empty_like(parameter, dtype=torch.float32) for parameter in (weight, bias)]
         small = [torch.empty_like(parameter) for parameter in (d_bias, a, d)]
@@ -160,8 +211,7 @@ def _convolved(mixed: Tensor, weight: Tensor) -> Tensor:
     copy = torch.empty(shape, dtype=mixed.dtype, device="cuda") if mixed.shape[-1] % 8 else None
     out = torch.empty(shape, dtype=mixed.dtype, device="cuda")
     del copy
-    if Current.ledger is not None:
-        Current.ledger.moved((out,), (out,))
+    _count_kernel(out, out)
     return out
 
 
@@ -194,18 +244,22 @@ class _ChunkScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scan: _Scan, dtype: torch.dtype, *inputs: Tensor | None) -> Tensor:
-        x: Any = inputs[0]
-        out, saved = scan.forward(x, inputs[-1] is not None, dtype)
+        out, saved = scan.forward(_inputs_of_scan(inputs), dtype)
         ctx.scan, ctx.dtype = scan, dtype
         ctx.save_for_backward(saved, scan.steps(), *inputs)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        _, _, *inputs = ctx.saved_tensors
+        saved, _, *inputs = ctx.saved_tensors
         grads = [None if tensor is None else torch.empty_like(tensor) for tensor in inputs]
-        ctx.scan.backward(grad, inputs[-1] is not None, ctx.dtype)
+        ctx.scan.backward(grad, saved, _inputs_of_scan(inputs), ctx.dtype)
         return None, None, *grads
+
+
+def _inputs_of_scan(inputs: Sequence[Any]) -> _ScanInputs:
+    x, _, _, b, c, *_, z = inputs  # x, dt, A, B, C, D, dt_bias, z
+    return _ScanInputs(x, b, c, z)
 
 
 def mamba_chunk_scan_combined(
@@ -233,6 +287,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
+        _count_kernel(x, x)
         return torch.empty_like(x)
 
     @staticmethod
@@ -242,6 +297,7 @@ class _Convolution(torch.autograd.Function):
             parameter if parameter is None else _wide(*parameter.shape)
             for parameter in (weight, bias)
         ]
+        _count_kernel(x, grad, x)
         return torch.empty_like(x), *wide
 
 
@@ -261,6 +317,7 @@ class _GatedNorm(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(flat, weight, z, _wide(groups * flat.shape[0]))
         ctx.groups, ctx.shape = groups, x.shape
+        _count_kernel(flat, z, flat)
         return torch.empty_like(flat).view(x.shape)
 
     @staticmethod
@@ -268,6 +325,7 @@ class _GatedNorm(torch.autograd.Function):
         x, weight, z, _ = ctx.saved_tensors
         dx = torch.empty_like(x).view(ctx.shape)
         dz = None if z is None else torch.empty_like(z)
+        _count_kernel(x, grad, dx, z, dz)
         warps = min(max((weight.numel() // ctx.groups) // 256, 1), 8)
         units = torch.cuda.get_device_properties(0).multi_processor_count
         _wide(ceil(units * ceil(4 / warps) / ctx.groups), weight.numel())

@@ -368,7 +368,7 @@ CASES = {
         bf16 = {"dtype": torch.bfloat16}
         mixed = gpu(batch, tokens, inner + convolved + heads, **bf16).requires_grad_()
         weights = gpu(convolved, 4, **bf16), gpu(convolved, **bf16), gpu(heads), gpu(heads)
-        before = ledger.now
+        before, moved_before = ledger.now, ledger.work.bytes_moved
         out = mamba.mamba_split_conv1d_scan_combined(
             mixed, *weights, gpu(heads), chunk_size=128, headdim=head, ngroups=groups
         )
@@ -377,6 +377,20 @@ CASES = {
         assert ledger.now - before == kept + tail, ledger.now - before
         wide = 4 * batch * (tokens // 128) * heads * head * state  # states between chunks, fp32
         assert ledger.peak - before > kept + wide
+        channels, shared = (2 * batch * tokens * width for width in (inner, groups * state))
+        steps, squares = 4 * batch * heads * tokens, 4 * batch * tokens * groups * 128
+        last = 4 * batch * inner * state
+        kernels = [
+            2 * (channels + 2 * shared),  # the convolution
+            2 * steps,
+            channels + shared + 2 * steps + wide,  # the states at the ends of chunks
+            wide + wide // 2 + last,  # carried from chunk to chunk
+            2 * shared + squares,
+            # The output, ungated and gated.
+            squares + channels + 2 * steps + shared + wide // 2 + 3 * channels,
+        ]
+        moved = ledger.work.bytes_moved - moved_before
+        assert moved == sum(kernels), (moved, kernels)
         grad = gpu(batch, tokens, inner, **bf16)
         before = ledger.now
         out.backward(grad)
