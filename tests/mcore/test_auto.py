@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from mcore.farm import Ended, Farm
+from mcore.parity import assert_same_training
 from mcore.rejections import rejection
 from mcore.test_bad_input import rejection_text
-from mcore.test_training import TWO, assert_equal_training
+from mcore.test_training import TWO
 
 from megatron_vshape.core.compiling import processors
 from megatron_vshape.core.model.costs import Costs
@@ -46,7 +47,7 @@ def test_planned_from_costs_trains_like_1f1b(train: Train, schedule: str, costs_
     package_run = train(
         4, "--pipeline-schedule", schedule, "--pipeline-costs", str(costs_file), *TWO
     )
-    assert_equal_training(package_run, megatron_run)
+    assert_same_training(package_run, megatron_run)
     assert f"pipeline schedule {schedule}, 4 ranks" in package_run.output[0]
     assert "; costs: as given" in package_run.output[0]
 
@@ -57,7 +58,7 @@ def test_costs_of_four_stages_a_rank_train_a_loop_of_four(train: Train, tmp_path
     path.write_text(Costs.uniform(2, 8, 1000, 1150, 850, 50).to_json())
     megatron_run = train(2, "--pipeline-schedule", "1f1b", *EIGHT)
     package_run = train(2, "--pipeline-schedule", "auto", "--pipeline-costs", str(path), *EIGHT)
-    assert_equal_training(package_run, megatron_run)
+    assert_same_training(package_run, megatron_run)
     assert re.search(r"virtual_pipeline_model_parallel_size \.+ 4\n", package_run.output[0])
 
 
@@ -76,7 +77,7 @@ def test_the_playgrounds_plan_trains_from_its_file(train: Train, tmp_path: Path)
     assert load_schedule(path).num_chunks == 4
     megatron_run = train(2, "--pipeline-schedule", "1f1b", *EIGHT)
     package_run = train(2, "--pipeline-schedule", str(path), *EIGHT)
-    assert_equal_training(package_run, megatron_run)
+    assert_same_training(package_run, megatron_run)
     assert re.search(r"virtual_pipeline_model_parallel_size \.+ 4\n", package_run.output[0])
 
 
@@ -88,7 +89,7 @@ def test_auto_plans_again_from_profiled_steps(train: Train, farm: Farm, tmp_path
     package_run = farm.run(
         4, "--pipeline-schedule", "auto", *flags, *limit, *SIX, plugin=other_hosts
     ).check()
-    assert_equal_training(package_run, megatron_run)
+    assert_same_training(package_run, megatron_run)
     assert "measured costs: v-half step" in package_run.output[0]
     assert "-> auto step" in package_run.output[0]
     assert "predicted for auto, and measured later: passes " in package_run.output[0]

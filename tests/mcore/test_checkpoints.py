@@ -9,6 +9,7 @@ import pytest
 import torch
 from mcore.conftest import UNTIED, needs_hybrid
 from mcore.farm import Ended, Farm
+from mcore.parity import assert_same_tensors
 
 Save = Callable[[str], tuple[Path, Ended]]
 
@@ -104,14 +105,7 @@ def load(farm: Farm, name: str, folder: Path, *flags: str) -> Ended:
 def assert_same_state(loaded: Ended, saved: Ended) -> None:
     assert loaded.record["losses"] == []  # so that this is what was loaded
     for key in ("parameters", "moments"):
-        loaded_tensors, saved_tensors = loaded.whole(key), saved.whole(key)
-        assert loaded_tensors.keys() == saved_tensors.keys()
-        assert saved_tensors
-        assert [
-            name
-            for name in saved_tensors
-            if not torch.equal(loaded_tensors[name], saved_tensors[name])
-        ] == []
+        assert_same_tensors(loaded.whole(key), saved.whole(key))
 
 
 OTHERS = ("hybrid", "MTP", "shared", "untied")
@@ -188,13 +182,7 @@ def test_a_hybrid_model_loads_a_gpt(farm: Farm, save: Save, split: str | None) -
     assert loaded.record["losses"] == []
     for key in ("parameters", "moments"):
         saved_tensors = {of_hybrid(name): value for name, value in saved.whole(key).items()}
-        loaded_tensors = loaded.whole(key)
-        assert loaded_tensors.keys() == saved_tensors.keys()
-        assert [
-            name
-            for name in saved_tensors
-            if not torch.equal(loaded_tensors[name], saved_tensors[name])
-        ] == []
+        assert_same_tensors(loaded.whole(key), saved_tensors)
 
 
 @needs_hybrid

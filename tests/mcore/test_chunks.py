@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
-from mcore.test_training import Train, assert_equal_training, losses
+from mcore.parity import Tolerance, assert_same_training, losses
+from mcore.test_training import Train
 
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.mcore.hooks import core_hooks
@@ -43,7 +44,7 @@ def test_skipped_iterations_equal_1f1b(train: Train, ranks: int, flags: str) -> 
     assert len(losses(expected)) == 2
     run = train(ranks, "--pipeline-schedule", *flags.split(), *SKIP)
     # Sums over the vocabulary are rounded in another order, and Adam enlarges the difference.
-    assert_equal_training(run, expected, weights=1e-4 if "vocab" in flags else 1e-5)
+    assert_same_training(run, expected, Tolerance(parameters=1e-4 if "vocab" in flags else 1e-5))
 
 
 def evaluate_sets(farm: Farm, ranks: int, schedule: str, everywhere: bool) -> Ended:
@@ -74,7 +75,7 @@ def losses_of_sets(farm: Farm) -> Ended:
 def test_losses_of_validation_sets_equal_1f1b(
     farm: Farm, losses_of_sets: Ended, ranks: int, schedule: str, everywhere: bool
 ) -> None:
-    assert_equal_training(evaluate_sets(farm, ranks, schedule, everywhere), losses_of_sets)
+    assert_same_training(evaluate_sets(farm, ranks, schedule, everywhere), losses_of_sets)
 
 
 HAS_BUILDERS = find_spec("megatron.training.models") is not None
@@ -113,7 +114,7 @@ def test_heterogeneous_layers_equal_1f1b(train: Train, tmp_path: Path, schedule:
         train(2, "--pipeline-schedule", name, *flags, str(file)) for name in ("1f1b", schedule)
     )
     assert len(losses(expected)) == 2
-    assert_equal_training(run, expected)
+    assert_same_training(run, expected)
 
 
 WRONG_CHUNKS = Path(__file__).with_name("wrong_chunks.py")

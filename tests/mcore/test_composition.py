@@ -3,10 +3,9 @@
 from collections.abc import Callable
 
 import pytest
-import torch
 from mcore.conftest import UNTIED
 from mcore.farm import Ended
-from mcore.test_training import losses, relative
+from mcore.parity import BF16, FP32, assert_same_training
 
 Train = Callable[..., Ended]
 
@@ -48,24 +47,6 @@ OPTIONS = {
 }
 
 
-def assert_equal(package_run: Ended, megatron_run: Ended, bf16: bool = False) -> None:
-    """Compare losses, grad norms, evaluations, and the parameters of every rank's place."""
-    assert len(losses(package_run)) == 2
-    assert relative(losses(package_run), losses(megatron_run)) <= (2e-3 if bf16 else 1e-6)
-    norms = (package_run.record["grad_norms"], megatron_run.record["grad_norms"])
-    assert relative(*norms) <= (2e-2 if bf16 else 1e-5)
-    for mine, yours in zip(
-        package_run.record["evaluations"], megatron_run.record["evaluations"], strict=True
-    ):
-        assert mine["lm loss"] == pytest.approx(yours["lm loss"], rel=2e-3 if bf16 else 1e-6)
-    mine, yours = package_run.by_place("parameters"), megatron_run.by_place("parameters")
-    assert mine.keys() == yours.keys()
-    for name in yours:
-        torch.testing.assert_close(
-            mine[name], yours[name], rtol=0, atol=4e-3 if bf16 else 1e-5, msg=str(name)
-        )
-
-
 def train_both(train: Train, ranks: int, schedule: str, *flags: str) -> tuple[Ended, Ended]:
     flags = (*STEPS, "--pipeline-model-parallel-size", "2", *flags)
     megatron_run = train(ranks, "--pipeline-schedule", "1f1b", *flags)
@@ -82,7 +63,8 @@ FAST = "CP, EP"  # tensor parallelism with overlaps: test_hiding; all of it: nig
 )
 def test_parallelisms(train: Train, layout: str, schedule: str) -> None:
     ranks, flags = LAYOUTS[layout]
-    assert_equal(*train_both(train, ranks, schedule, *flags.split()))
+    runs = train_both(train, ranks, schedule, *flags.split())
+    assert_same_training(*runs, view=Ended.by_place)
 
 
 @pytest.mark.slow
@@ -91,4 +73,4 @@ def test_parallelisms(train: Train, layout: str, schedule: str) -> None:
 def test_options_with_parallelisms(train: Train, layout: str, option: str) -> None:
     ranks, flags = LAYOUTS[layout]
     runs = train_both(train, ranks, "v-half", *flags.split(), *OPTIONS[option].split())
-    assert_equal(*runs, bf16=option == "bf16")
+    assert_same_training(*runs, BF16 if option == "bf16" else FP32, view=Ended.by_place)

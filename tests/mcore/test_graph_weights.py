@@ -9,15 +9,8 @@ from typing import Any
 import pytest
 import torch
 from mcore.farm import Ended, Farm
-from mcore.test_graphs import (
-    GRAPHS,
-    MODEL,
-    MODULES,
-    PLUGIN,
-    SMALL,
-    assert_same_numbers,
-    captured_orders,
-)
+from mcore.parity import assert_same_bits
+from mcore.test_graphs import GRAPHS, MODEL, MODULES, PLUGIN, SMALL, captured_orders
 from mcore.test_te_training import EXPERTS, LATENT, MODELS
 from packaging.version import Version
 from torch import nn
@@ -112,7 +105,7 @@ class TestTraining:
         self, trained: Trained, schedule: str, flags_text: str, options: dict[str, Any]
     ) -> None:
         package_run, plain = trained(schedule, flags_text, **options)
-        assert_same_numbers(package_run.check(), plain)
+        assert_same_bits(package_run.check(), plain)
         assert all(-1.5 in order for order in captured_orders(package_run))
         assert "a CUDA graph replays them with B" not in package_run.output[0]
 
@@ -130,7 +123,7 @@ class TestTraining:
     )
     def test_other_models(self, trained: Trained, flags_text: str, modules: str) -> None:
         package_run, plain = trained("v-half", flags_text, modules=modules)
-        assert_same_numbers(package_run.check(), plain)
+        assert_same_bits(package_run.check(), plain)
         assert all(
             any(signed_chunk != int(signed_chunk) for signed_chunk in order)
             for order in captured_orders(package_run)
@@ -139,7 +132,7 @@ class TestTraining:
     @pytest.mark.slow
     def test_without_linear_layers_there_is_no_w(self, trained: Trained) -> None:
         package_run, plain = trained("v-half", EXPERTS, modules="moe_router moe_preprocess")
-        assert_same_numbers(package_run.check(), plain)
+        assert_same_bits(package_run.check(), plain)
         assert all(
             signed_chunk == int(signed_chunk)
             for order in captured_orders(package_run)

@@ -14,6 +14,7 @@ import torch
 from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
 from mcore.graphs_on_cpu import POOL_ID, PRINTED
+from mcore.parity import assert_same_bits
 from megatron import core
 from megatron.core.transformer import cuda_graphs
 from torch import nn
@@ -40,21 +41,6 @@ MODEL = f"--bf16 --train-iters 3 --clip-grad 0 {UNTIED} --eval-iters 1 --eval-in
 SMALL = "--num-layers 4 --global-batch-size 4"
 """Layers and microbatches for two ranks."""
 GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 1"
-
-
-def assert_same_numbers(package_run: Ended, plain: Ended) -> None:
-    assert package_run.record["losses"] == plain.record["losses"]
-    assert package_run.record["evaluations"] == plain.record["evaluations"]
-    package_parameters, plain_parameters = (
-        package_run.merged("parameters"),
-        plain.merged("parameters"),
-    )
-    assert package_parameters.keys() == plain_parameters.keys()
-    assert [
-        name
-        for name in plain_parameters
-        if not torch.equal(package_parameters[name], plain_parameters[name])
-    ] == []
 
 
 def captured_orders(ended: Ended) -> list[list[int]]:
@@ -95,7 +81,7 @@ def test_graph_replays_equal_passes(
     flags = [*f"--pipeline-schedule {schedule} {MODEL} {SMALL}".split()]
     graphs = [*GRAPHS.split(), *SCOPES[schedule, scope].split()]
     package_run = farm.run(2, *flags, *graphs, plugin=PLUGIN).check()
-    assert_same_numbers(package_run, train(2, *flags))
+    assert_same_bits(package_run, train(2, *flags))
     assert captured_orders(package_run) == rows_of(schedule, 2, 4)
     assert "a CUDA graph replays them with B" in package_run.output[0]
 
@@ -143,7 +129,7 @@ def test_transformer_engine_captures_and_replays_them(te_farm: Farm, modules: st
     scope = ["--cuda-graph-modules", modules] if modules else []
     package_run = te_farm.run(2, *flags, *GRAPHS.split(), *scope, plugin=PLUGIN).check()
     plain = te_farm.run(2, *flags).check()
-    assert_same_numbers(package_run, plain)
+    assert_same_bits(package_run, plain)
     assert captured_orders(package_run) == rows_of("v-half", 2, 4)
 
 

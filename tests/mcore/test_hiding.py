@@ -5,10 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
-from mcore.test_composition import SEQUENCE, STEPS, TENSOR, Train, assert_equal
+from mcore.parity import assert_same_bits, assert_same_training
+from mcore.test_composition import SEQUENCE, STEPS, TENSOR, Train
 
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.lowering import DeferredWgradOverlap
@@ -29,13 +29,6 @@ def inside(run: Ended) -> list[int]:
     return [text.count("a job ran inside a B") for text in run.output]
 
 
-def assert_same_bits(run: Ended, expected_run: Ended) -> None:
-    assert run.record["losses"] == expected_run.record["losses"]
-    assert run.record["grad_norms"] == expected_run.record["grad_norms"]
-    mine, yours = run.by_place("parameters"), expected_run.by_place("parameters")
-    assert [name for name in yours if not torch.equal(mine[name], yours[name])] == []
-
-
 @pytest.mark.parametrize("schedule", ["v-half", pytest.param("v-zb", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_parameters_are_the_same_bits(farm: Farm, train: Train, layout: str, schedule: str) -> None:
@@ -43,8 +36,9 @@ def test_parameters_are_the_same_bits(farm: Farm, train: Train, layout: str, sch
     package_flags = ("--pipeline-schedule", schedule, *flags)
     together = farm.run(4, *package_flags, plugin=PLUGIN, given=False).check()
     apart = farm.run(4, *package_flags, plugin=PLUGIN, given=True).check()
-    assert_same_bits(together, apart)
-    assert_equal(together, train(4, "--pipeline-schedule", "1f1b", *flags))
+    assert_same_bits(together, apart, view=Ended.by_place, norms=True)
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags)
+    assert_same_training(together, megatron_run, view=Ended.by_place)
     counts = inside(together)
     assert sum(counts) > 0
     assert counts[::2] == counts[1::2]  # tensor-parallel ranks run the same

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mcore.conftest import UNTIED, needs_hybrid
 from mcore.farm import Ended, Farm
-from mcore.test_training import assert_equal_training
+from mcore.parity import assert_same_training
 from megatron.core import __version__
 
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -69,7 +69,7 @@ def test_training_equals_megatrons_1f1b(
     assert any(
         "decoder.final_norm" in name for name in package_run.merged("parameters")
     )  # not a GPT
-    assert_equal_training(package_run, megatron_run)
+    assert_same_training(package_run, megatron_run)
 
 
 @needs_hybrid
@@ -90,7 +90,7 @@ def test_experts_with_multi_token_prediction(train: Train, schedule: str, predic
     # Megatron's own 1F1B crashes with these flags, with or without multi-token prediction.
     megatron_run = train(1, *flags.split(), *STEPS)
     package_run = train(2, "--pipeline-schedule", schedule, *flags.split(), *STEPS)
-    assert_equal_training(package_run, megatron_run)
+    assert_same_training(package_run, megatron_run)
     for name in ("load_balancing_loss", "z_loss", "mtp_1 loss"):
         assert logged_losses(package_run, name) == pytest.approx(
             logged_losses(megatron_run, name), rel=1e-5
@@ -117,7 +117,7 @@ def test_mamba_layers(farm: Farm) -> None:
     assert any(
         "mixer.A_log" in name for record in package_run.records for name in record["parameters"]
     )
-    assert_equal_training(package_run, megatron_run)
+    assert_same_training(package_run, megatron_run)
 
 
 def test_a_pattern_is_cut_between_any_two_layers() -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from mcore.farm import Ended
-from mcore.test_training import TWO, assert_equal_training
+from mcore.parity import assert_same_training
+from mcore.test_training import TWO
 
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs
@@ -54,7 +55,7 @@ def test_training_equals_one_rank(train: Train, ranks: int, schedule: str, split
     package_run = train(
         ranks, "--pipeline-schedule", schedule, "--pipeline-layer-split", split, *MODEL
     )
-    assert_equal_training(package_run, one_rank_run)
+    assert_same_training(package_run, one_rank_run)
     if split != "auto":
         line = f"layers per stage, in model order: {split}\n"
         assert [text.count(line) for text in package_run.output] == [1] + [0] * (ranks - 1)
@@ -72,14 +73,14 @@ def test_auto_profiles_uneven_stages_and_reads_its_costs_again(
         *(2, "--pipeline-schedule", "auto", "--pipeline-layer-split", "2,1,3,1", *flags),
         *("--pipeline-profile-iterations", "2:4", "--pipeline-trace", str(tmp_path)),
     )
-    assert_equal_training(first, one_rank_run)
+    assert_same_training(first, one_rank_run)
     file = tmp_path / "costs.json"
     assert json.loads(file.read_text())["layers"] == [2, 1, 3, 1]
     second = train(
         *(2, "--pipeline-schedule", "v-half+", "--pipeline-layer-split", "auto", *flags),
         *("--pipeline-costs", str(file)),
     )
-    assert_equal_training(second, one_rank_run)
+    assert_same_training(second, one_rank_run)
     assert "; costs: as given" in second.output[0]
     balanced = Pieces.of(Costs.load(file), (2, 1, 3, 1)).balanced(7, v_shape(2))
     assert f"in model order: {','.join(map(str, balanced))}\n" in second.output[0]

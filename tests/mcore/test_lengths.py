@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 from mcore.farm import Ended, Farm
-from mcore.test_training import UNTIED, assert_equal_training
+from mcore.parity import assert_same_training
+from mcore.test_training import UNTIED
 from megatron.core.transformer import TransformerConfig
 
 PLUGIN = Path(__file__).parent / "of_any_length.py"
@@ -24,7 +25,7 @@ def test_training_equals_megatrons_1f1b(train: Callable[..., Ended], schedule: s
     assert (
         one_rank_run.record["losses"] != megatron_run.record["losses"]
     )  # so that the lengths do differ
-    assert_equal_training(package_run, megatron_run)
+    assert_same_training(package_run, megatron_run)
 
 
 @pytest.mark.slow
@@ -35,7 +36,7 @@ def test_messages_are_received_when_posted_as_on_gpus(
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *STEPS, plugin=PLUGIN)
     flags = ("--pipeline-schedule", "zb-h1", *STEPS)
     package_run = farm.run(4, *flags, plugin=PLUGIN, given="taken").check()
-    assert_equal_training(package_run, megatron_run)
+    assert_same_training(package_run, megatron_run)
 
 
 @pytest.mark.skipif(
@@ -54,4 +55,4 @@ def test_messages_wider_than_the_hidden_size(farm: Farm, width: str) -> None:
     ).check()
     flags = ("--pipeline-schedule", "zb-h1", *steps)
     package_run = farm.run(2, *flags, plugin=WIDE, given=width).check()
-    assert_equal_training(package_run, megatron_run)
+    assert_same_training(package_run, megatron_run)

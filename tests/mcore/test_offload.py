@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from mcore import poisoned
 from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
+from mcore.parity import assert_same_bits
 from mcore.test_composition import EXPERT_PARALLEL, SEQUENCE
 from mcore.test_memory import memory_figures
 from offloaded import choose_all, choose_every_third, with_offloads
@@ -40,19 +40,7 @@ def train_schedule(
     return farm.run(ranks, *flags, plugin=PLUGIN).check()
 
 
-def assert_same_bits(package_run: Ended, baseline_run: Ended) -> None:
-    assert package_run.record["losses"] == baseline_run.record["losses"]
-    assert package_run.record["evaluations"] == baseline_run.record["evaluations"]
-    for key in ("gradients", "parameters"):
-        package_tensors, baseline_tensors = package_run.by_place(key), baseline_run.by_place(key)
-        assert package_tensors.keys() == baseline_tensors.keys()
-        assert [
-            name
-            for name in baseline_tensors
-            if not torch.equal(package_tensors[name], baseline_tensors[name])
-        ] == []
-
-
+TENSORS = "gradients", "parameters"
 OURS = [name for name in NAMES if name not in MEGATRONS_OWN]
 
 
@@ -71,7 +59,7 @@ def test_losses_equal_for_every_named_schedule_with_offloading(
     package_run = train_schedule(
         farm, tmp_path, with_offloads(make(name, 4, 8), chosen), *STEPS, UNTIED
     )
-    assert_same_bits(package_run, baseline_run)
+    assert_same_bits(package_run, baseline_run, TENSORS, view=Ended.by_place)
 
 
 PARALLEL = {
@@ -95,7 +83,7 @@ def test_offloading_with_other_megatron_features(
     package_run = train_schedule(
         farm, tmp_path, with_offloads(make("v-half", 2, 8)), *flags, ranks=ranks
     )
-    assert_same_bits(package_run, baseline_run)
+    assert_same_bits(package_run, baseline_run, TENSORS, view=Ended.by_place)
 
 
 SIZES = (
@@ -187,7 +175,7 @@ def test_offloaded_steps_are_rolled_back(train: Train, farm: Farm, tmp_path: Pat
     assert undo_lines[0] is not None
     assert undo_lines[1] is not None
     assert undo_lines[0][0] == undo_lines[1][0]
-    assert_same_bits(package_run, baseline_run)
+    assert_same_bits(package_run, baseline_run, TENSORS, view=Ended.by_place)
 
 
 def test_schedule_file_with_invalid_copies_is_rejected(tmp_path: Path) -> None:
@@ -240,7 +228,7 @@ def test_schedule_file_beyond_the_host_memory_limit(
     schedule = with_offloads(make("v-half", 2, 8))
     limit = ("--pipeline-host-memory-limit", "0.0006")
     package_run = train_schedule(farm, tmp_path, schedule, *limit, *STEPS, UNTIED, ranks=2)
-    assert_same_bits(package_run, baseline_run)
+    assert_same_bits(package_run, baseline_run, TENSORS, view=Ended.by_place)
     rejections = [
         line for run in package_run.output for line in run.splitlines() if "no host memory" in line
     ]
@@ -285,7 +273,7 @@ def test_slices_are_offloaded_except_keys_and_values(
     package_run = train_schedule(
         farm, tmp_path, with_offloads(make(name, 2, 16, slices=4)), *flags, ranks=2
     )
-    assert_same_bits(package_run, alone)
+    assert_same_bits(package_run, alone, TENSORS, view=Ended.by_place)
     measured, predicted = memory_figures(package_run)
     assert measured == pytest.approx(predicted, rel=0.05)
     assert max(measured) < 0.95 * max(memory_figures(alone)[0])

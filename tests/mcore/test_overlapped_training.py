@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from mcore.farm import Ended
-from mcore.test_composition import EXPERT_PARALLEL, OVERLAP, STEPS, assert_equal
-from mcore.test_training import losses, relative
+from mcore.parity import BF16, assert_same_bits, assert_same_training, losses, relative
+from mcore.test_composition import EXPERT_PARALLEL, OVERLAP, STEPS
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
@@ -64,18 +64,9 @@ def write_with_and_without_overlap(folder: Path, schedule: Schedule) -> tuple[st
     return str(paths[0]), str(paths[1])
 
 
-def assert_same_bits(package_run: Ended, baseline_run: Ended) -> None:
-    for key in ("losses", "grad_norms", "evaluations"):
-        assert package_run.record[key] == baseline_run.record[key]
-    for key in ("gradients", "parameters"):
-        package_tensors, baseline_tensors = package_run.by_place(key), baseline_run.by_place(key)
-        assert package_tensors.keys() == baseline_tensors.keys()
-        assert [
-            name
-            for name in package_tensors
-            if not torch.equal(package_tensors[name], baseline_tensors[name])
-        ] == []
-
+assert_same_steps = functools.partial(
+    assert_same_bits, keys=("gradients", "parameters"), view=Ended.by_place, norms=True
+)
 
 CASES = {
     "V-ZB, split": (4, "v-zb", False, EXPERT_PARALLEL),
@@ -104,8 +95,9 @@ def test_overlapped_passes_give_bitwise_equal_training(
     flags = (*STEPS, *SIZE, *options.split(), *OVERLAPPED)
     package_run = train(ranks, "--pipeline-schedule", overlapped, *flags)
     plain = (*STEPS, *SIZE, *options.split(), "--bf16")
-    assert_same_bits(package_run, train(ranks, "--pipeline-schedule", sequential, *plain))
-    assert_equal(package_run, train(ranks, "--pipeline-schedule", "1f1b", *plain), bf16=True)
+    assert_same_steps(package_run, train(ranks, "--pipeline-schedule", sequential, *plain))
+    megatron_run = train(ranks, "--pipeline-schedule", "1f1b", *plain)
+    assert_same_training(package_run, megatron_run, BF16, Ended.by_place)
 
 
 def test_adjacent_passes_of_a_schedule_by_name_overlap(train: Train) -> None:
@@ -113,7 +105,7 @@ def test_adjacent_passes_of_a_schedule_by_name_overlap(train: Train) -> None:
     """Bitwise equal, with overlapped gradient reduction."""
     flags = ("--pipeline-schedule", "v-zb", *STEPS, *SIZE, *f"{EXPERT_PARALLEL} {OVERLAP}".split())
     package_run = train(4, *flags, *OVERLAPPED)
-    assert_same_bits(package_run, train(4, *flags, "--bf16"))
+    assert_same_steps(package_run, train(4, *flags, "--bf16"))
 
 
 AUTO = "--pipeline-schedule auto --pipeline-profile-iterations 2:3"
@@ -136,11 +128,11 @@ def test_overlapped_passes_on_more_ranks(train: Train, tmp_path: Path, name: str
     size = ("--pipeline-model-parallel-size", "4", "--global-batch-size", "16")
     flags = (*size, *EXPERT_PARALLEL.split())
     package_run = train(8, "--pipeline-schedule", overlapped, *STEPS, *flags, *OVERLAPPED)
-    assert_same_bits(
+    assert_same_steps(
         package_run, train(8, "--pipeline-schedule", sequential, *STEPS, *flags, "--bf16")
     )
     megatron_run = train(8, "--pipeline-schedule", "1f1b", *STEPS, *flags, "--bf16")
-    assert_equal(package_run, megatron_run, bf16=True)
+    assert_same_training(package_run, megatron_run, BF16, Ended.by_place)
 
 
 @pytest.mark.slow
@@ -150,6 +142,6 @@ def test_looping_schedule_with_four_stages_per_rank(train: Train, tmp_path: Path
     overlapped, sequential = write_with_and_without_overlap(tmp_path, published)
     flags = (*STEPS, *SIZE, *EXPERT_PARALLEL.split())
     package_run = train(4, "--pipeline-schedule", overlapped, *flags, *OVERLAPPED)
-    assert_same_bits(package_run, train(4, "--pipeline-schedule", sequential, *flags, "--bf16"))
+    assert_same_steps(package_run, train(4, "--pipeline-schedule", sequential, *flags, "--bf16"))
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags, "--bf16")
-    assert_equal(package_run, megatron_run, bf16=True)
+    assert_same_training(package_run, megatron_run, BF16, Ended.by_place)

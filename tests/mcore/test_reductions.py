@@ -7,6 +7,7 @@ import pytest
 import torch
 from mcore.conftest import UNTIED
 from mcore.farm import Ended
+from mcore.parity import assert_same_tensors
 
 Train = Callable[..., Ended]
 
@@ -47,8 +48,7 @@ def test_distributed_optimizer_with_both_overlaps(train: Train) -> None:
     flags = ("--pipeline-schedule", "v-half", *TWO_BY_TWO, UNTIED, "--use-distributed-optimizer")
     overlapping = train(4, *flags, *OVERLAP, "--overlap-param-gather")
     unoverlapped = train(4, *flags)
-    actual, expected = overlapping.merged("parameters"), unoverlapped.merged("parameters")
-    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+    assert_same_tensors(overlapping.merged("parameters"), unoverlapped.merged("parameters"))
     where = {where for _, where, _ in overlapping.records[0]["reductions"]}
     assert where == {f"W0.{LAST}", f"W3.{LAST}"}
 
@@ -67,8 +67,7 @@ def test_recomputed_layers_have_equal_gradients(train: Train, options: tuple[str
     # Megatron 0.19 hangs in a recomputed MLP with a bias, under Megatron's schedules too.
     flags += ("--disable-bias-linear",)
     recomputed, stored = train(4, *flags, *options), train(4, *flags)
-    actual, expected = recomputed.merged("gradients"), stored.merged("gradients")
-    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+    assert_same_tensors(recomputed.merged("gradients"), stored.merged("gradients"))
     is_logged = "backward passes are not split (BW)" in recomputed.output[0]
     assert is_logged == ("full" in options)
     allocates_more = (

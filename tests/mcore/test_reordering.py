@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from mcore.farm import Ended, Farm
+from mcore.parity import Tolerance, assert_same_bits, assert_same_training
 from mcore.test_library import assert_equal_results, run_library
-from mcore.test_training import UNTIED, assert_equal_training, losses, relative
+from mcore.test_training import UNTIED
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
@@ -37,6 +38,8 @@ CONFIG = SimpleNamespace(
     gated_linear_unit=True,
     variable_seq_lengths=True,
 )
+
+ROUNDED = Tolerance(1e-5, 1e-4, 1e-4)
 
 
 def test_lengths_are_read_from_batches() -> None:
@@ -86,12 +89,7 @@ def test_repeated_steps_use_the_same_order(farm: Farm, tmp_path: Path) -> None:
     assert orders_of(twice) == [
         twice_run for order in orders_of(once) for twice_run in (order, order)
     ]
-    for key in ("losses", "evaluations", "grad_norms"):
-        assert once.record[key] == twice.record[key]
-    once_parameters, twice_parameters = once.merged("parameters"), twice.merged("parameters")
-    assert all(
-        torch.equal(once_parameters[name], twice_parameters[name]) for name in twice_parameters
-    )
+    assert_same_bits(once, twice, norms=True)
 
 
 def test_resumed_run_continues_with_unused_batches(farm: Farm, tmp_path: Path) -> None:
@@ -131,17 +129,9 @@ def test_reordered_training_equals_1f1b(
     megatron_run = train(2, "--pipeline-schedule", "1f1b", *STEPS, plugin=PLUGIN)
     keep_order = () if microbatch_order is None else ("--pipeline-keep-order",)
     package_run = farm.run(2, *planned, *keep_order, *STEPS, plugin=PLUGIN).check()
-    assert_equal_training(package_run, megatron_run, loss=1e-5, grad_norm=1e-4, weights=1e-4)
+    assert_same_training(package_run, megatron_run, ROUNDED)
     if keep_order:
-        assert losses(package_run) == losses(megatron_run)
-        package_parameters, megatron_parameters = (
-            package_run.merged("parameters"),
-            megatron_run.merged("parameters"),
-        )
-        assert all(
-            torch.equal(package_parameters[name], megatron_parameters[name])
-            for name in package_parameters
-        )
+        assert_same_bits(package_run, megatron_run)
     assert ("microbatches reordered" in package_run.output[0]) != bool(keep_order)
 
 
@@ -224,25 +214,6 @@ OVERLAPPED = {
 }
 
 
-def assert_equal_places(package_run: Ended, megatron_run: Ended) -> None:
-    """Compare losses, evaluations and the parameters of every rank to rounding."""
-    assert relative(losses(package_run), losses(megatron_run)) <= 1e-5
-    assert package_run.record["evaluations"]
-    for evaluation, expected in zip(
-        package_run.record["evaluations"], megatron_run.record["evaluations"], strict=True
-    ):
-        assert evaluation["lm loss"] == pytest.approx(expected["lm loss"], rel=1e-5)
-    package_parameters, megatron_parameters = (
-        package_run.by_place("parameters"),
-        megatron_run.by_place("parameters"),
-    )
-    assert package_parameters.keys() == megatron_parameters.keys()
-    for name in package_parameters:
-        torch.testing.assert_close(
-            package_parameters[name], megatron_parameters[name], rtol=0, atol=1e-4, msg=str(name)
-        )
-
-
 @pytest.mark.parametrize("parallelism", OVERLAPPED)
 def test_ranks_of_a_stage_use_the_same_order(farm: Farm, tmp_path: Path, parallelism: str) -> None:
     """All ranks of a stage must read the same microbatch before their collectives.
@@ -265,7 +236,8 @@ def test_ranks_of_a_stage_use_the_same_order(farm: Farm, tmp_path: Path, paralle
     plugin = PARTS if parallelism == "CP" else PLUGIN
     package_run = farm.run(4, *planned, *flags, plugin=plugin).check()
     assert "microbatches reordered" in package_run.output[0]
-    assert_equal_places(package_run, megatron_run)
+    assert package_run.record["evaluations"]
+    assert_same_training(package_run, megatron_run, ROUNDED, Ended.by_place)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from mcore.farm import Ended, Farm
+from mcore.parity import assert_same_tensors
 
 STEPS = ("--train-iters", "4", "--num-layers", "4")
 FLAGS = {
@@ -32,6 +32,4 @@ def test_failed_step_leaves_no_state_and_the_retry_is_equal(
             restarted.record[key][:2] == restarted.record[key][2:4]
         )  # steps 1 and 2 of both attempts
         assert restarted.record[key][2:] == uninterrupted.record[key]
-    actual, expected = restarted.merged("parameters"), uninterrupted.merged("parameters")
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert_same_tensors(restarted.merged("parameters"), uninterrupted.merged("parameters"))

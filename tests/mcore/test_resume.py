@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from mcore.farm import Ended, Farm
+from mcore.parity import assert_same_tensors
 
 FIVE = ("--train-iters", "5", "--eval-interval", "5", "--eval-iters", "2")
 
@@ -20,8 +20,7 @@ def test_steps_after_resuming_equal_those_without_a_stop(
     assert [len(run.record["losses"]) for run in (first, second)] == [3, 2]
     for key in ("losses", "grad_norms"):
         assert first.record[key] + second.record[key] == uninterrupted.record[key]
-    actual, expected = second.merged("parameters"), uninterrupted.merged("parameters")
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert_same_tensors(second.merged("parameters"), uninterrupted.merged("parameters"))
 
 
 def test_sigterm_during_a_step_saves_and_ends_all_ranks(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
+from mcore.parity import assert_same_tensors
 
 pytest.importorskip("megatron.training")
 
@@ -211,11 +212,7 @@ def assert_state_equal(loaded: Ended, saved: Ended) -> None:
     loaded.check()
     assert loaded.record["losses"] == []
     for key in ("parameters", "moments"):
-        loaded_tensors, saved_tensors = loaded.by_place(key), saved.by_place(key)
-        assert loaded_tensors.keys() == saved_tensors.keys()
-        assert {
-            name for name in saved_tensors if not loaded_tensors[name].equal(saved_tensors[name])
-        } == set()
+        assert_same_tensors(loaded.by_place(key), saved.by_place(key))
 
 
 def test_default_optimizer_state_loads_with_the_same_layers(
@@ -259,10 +256,7 @@ def test_default_optimizer_state_of_stock_megatron_is_rejected_under_a_v(
     run = load_state(farm, folder, *V_HALF.split())
     assert_rejects_state(run, "had embedding, 1, 2, 3, 4 and has embedding, 1, 2 | 7, 8, output")
     weights = load_state(farm, folder, *V_HALF.split(), "--no-load-optim").check()
-    loaded_tensors, saved_tensors = weights.whole("parameters"), saved_run.whole("parameters")
-    assert {
-        name for name in saved_tensors if not loaded_tensors[name].equal(saved_tensors[name])
-    } == set()
+    assert_same_tensors(weights.whole("parameters"), saved_run.whole("parameters"))
 
 
 @pytest.mark.slow

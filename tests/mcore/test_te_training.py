@@ -11,6 +11,7 @@ import torch
 from mcore import fp8_unquantized
 from mcore.conftest import UNTIED, needs_hybrid
 from mcore.farm import Ended, Farm
+from mcore.parity import assert_close_gradients, assert_same_bits
 
 TE = (
     "--transformer-impl transformer_engine --attention-backend unfused --clip-grad 0 "
@@ -75,11 +76,9 @@ def train(te_farm: Farm) -> Train:
 
 
 def assert_gradients_equal(package_run: Ended, megatron_run: Ended) -> None:
-    expected, actual = megatron_run.by_place("gradients"), package_run.by_place("gradients")
-    assert any("layer_norm_weight" in name for name, *_ in expected)  # TE's fused layers
-    assert expected.keys() == actual.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(actual[name], gradient, rtol=1e-5, atol=1e-7, msg=str(name))
+    names = megatron_run.by_place("gradients")
+    assert any("layer_norm_weight" in name for name, *_ in names)  # TE's fused layers
+    assert_close_gradients(package_run, megatron_run, view=Ended.by_place)
     for package_loss, megatron_loss in zip(
         package_run.record["losses"], megatron_run.record["losses"], strict=True
     ):
@@ -130,17 +129,7 @@ def test_te_adam_and_distributed_optimizer_in_bf16(train: Train) -> None:
     package_run, megatron_run = (
         train(f"--pipeline-schedule {schedule} {flags}") for schedule in ("v-half", "1f1b")
     )
-    assert package_run.record["losses"] == megatron_run.record["losses"]
-    package_parameters, megatron_parameters = (
-        package_run.by_place("parameters"),
-        megatron_run.by_place("parameters"),
-    )
-    assert package_parameters.keys() == megatron_parameters.keys()
-    assert [
-        name
-        for name in megatron_parameters
-        if not torch.equal(package_parameters[name], megatron_parameters[name])
-    ] == []
+    assert_same_bits(package_run, megatron_run, view=Ended.by_place)
     assert any(name.endswith("exp_avg") for name, *_ in package_run.by_place("moments"))
 
 

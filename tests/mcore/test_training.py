@@ -5,9 +5,9 @@ from inspect import signature
 from pathlib import Path
 
 import pytest
-import torch
 from mcore.conftest import UNTIED
 from mcore.farm import Ended
+from mcore.parity import Tolerance, assert_same_bits, assert_same_training, losses
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
 from megatron_vshape import plan
@@ -25,42 +25,6 @@ SIX = ("--train-iters", "6", "--eval-interval", "6", "--eval-iters", "2")
 TWO = ("--train-iters", "2")
 
 
-def relative(package_values: list[float], megatron_values: list[float]) -> float:
-    assert len(package_values) == len(megatron_values)
-    return max(abs(a - b) / abs(b) for a, b in zip(package_values, megatron_values, strict=True))
-
-
-def losses(run: Ended) -> list[float]:
-    return [step["lm loss"] for step in run.record["losses"]]
-
-
-def assert_equal_training(
-    package_run: Ended,
-    megatron_run: Ended,
-    loss: float = 1e-6,
-    grad_norm: float = 1e-5,
-    weights: float = 1e-5,
-) -> None:
-    assert relative(losses(package_run), losses(megatron_run)) <= loss
-    norms = (package_run.record["grad_norms"], megatron_run.record["grad_norms"])
-    assert relative(*norms) <= grad_norm
-    # The norm adds stages in another order, so clipped weights can differ in the last bit.
-    evaluations = zip(
-        package_run.record["evaluations"], megatron_run.record["evaluations"], strict=True
-    )
-    for evaluation, expected in evaluations:
-        assert evaluation["lm loss"] == pytest.approx(expected["lm loss"], rel=loss)
-    package_parameters, megatron_parameters = (
-        package_run.merged("parameters"),
-        megatron_run.merged("parameters"),
-    )
-    assert package_parameters.keys() == megatron_parameters.keys()
-    for name in package_parameters:
-        torch.testing.assert_close(
-            package_parameters[name], megatron_parameters[name], rtol=0, atol=weights, msg=name
-        )
-
-
 @pytest.mark.parametrize("embeddings", [(), (UNTIED,)], ids=["tied", "untied"])
 @pytest.mark.parametrize("schedule", ["v-min", "v-half", "v-zb"])
 def test_six_steps_equal_1f1b(train: Train, schedule: str, embeddings: tuple[str, ...]) -> None:
@@ -69,7 +33,7 @@ def test_six_steps_equal_1f1b(train: Train, schedule: str, embeddings: tuple[str
     assert len(losses(package_run)) == 6
     assert losses(package_run)[-1] < losses(package_run)[0]
     assert package_run.record["evaluations"]
-    assert_equal_training(package_run, megatron_run)
+    assert_same_training(package_run, megatron_run)
 
 
 def test_log_has_losses_and_one_line_about_the_schedule(train: Train) -> None:
@@ -121,7 +85,7 @@ def test_training_equals_1f1b_with_megatron_options(train: Train, options: str) 
         flags.append(UNTIED)
     megatron_run = train(4, *TWO, "--pipeline-schedule", "1f1b", *flags)
     package_run = train(4, *TWO, "--pipeline-schedule", "v-half", *flags)
-    assert_equal_training(package_run, megatron_run)
+    assert_same_training(package_run, megatron_run)
 
 
 GROWING = (
@@ -147,7 +111,7 @@ def test_growing_batch_size(train: Train) -> None:
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags, without=CONSTANT)
     package_run = train(4, "--pipeline-schedule", "v-half", *flags, without=CONSTANT)
     assert len(losses(megatron_run)) == 4 + 3
-    assert_equal_training(package_run, megatron_run)
+    assert_same_training(package_run, megatron_run)
 
 
 @pytest.mark.slow
@@ -156,7 +120,7 @@ def test_fused_accumulation_without_apex_is_turned_off(train: Train) -> None:
     without = ("--no-gradient-accumulation-fusion",)
     package_run = train(4, "--pipeline-schedule", "v-half", *TWO, without=without)
     assert "gradient_accumulation_fusion: turned off" in package_run.output[0]
-    assert_equal_training(package_run, megatron_run)
+    assert_same_training(package_run, megatron_run)
 
 
 @pytest.mark.slow
@@ -164,7 +128,7 @@ def test_fp16_with_a_loss_scale(train: Train) -> None:
     flags = ("--fp16", "--initial-loss-scale", "1024", *TWO, UNTIED)
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags)
     package_run = train(4, "--pipeline-schedule", "v-half", *flags)
-    assert_equal_training(package_run, megatron_run, loss=1e-5, grad_norm=1e-3, weights=1e-3)
+    assert_same_training(package_run, megatron_run, Tolerance(1e-5, 1e-3, 1e-3))
 
 
 @pytest.mark.slow
@@ -173,7 +137,7 @@ def test_mixture_of_experts(train: Train) -> None:
     flags += ("--moe-aux-loss-coeff", "1e-2", "--disable-bias-linear")
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags)
     package_run = train(4, "--pipeline-schedule", "v-half", *flags)
-    assert_equal_training(package_run, megatron_run)
+    assert_same_training(package_run, megatron_run)
 
 
 def all_forwards_first(placement: Placement, num_devices: int, microbatches: int) -> Schedule:
@@ -206,7 +170,7 @@ def test_schedule_file_with_any_placement_equals_1f1b(
     flags = (*TWO, "--eval-interval", "2", "--eval-iters", "1", *flags)
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags)
     package_run = train(4, "--pipeline-schedule", str(file), *flags)
-    assert_equal_training(package_run, megatron_run)
+    assert_same_training(package_run, megatron_run)
 
 
 def test_planned_zigzag_equals_1f1b_bitwise(train: Train, tmp_path: Path) -> None:
@@ -219,10 +183,7 @@ def test_planned_zigzag_equals_1f1b_bitwise(train: Train, tmp_path: Path) -> Non
     flags = (*TWO, "--clip-grad", "0", UNTIED)
     runs = [train(2, "--pipeline-schedule", name, *flags) for name in ("1f1b", str(file))]
     megatron_run, package_run = runs
-    assert losses(package_run) == losses(megatron_run)
-    parameters, expected = (run.merged("parameters") for run in (package_run, megatron_run))
-    assert parameters.keys() == expected.keys()
-    assert all(parameters[name].equal(expected[name]) for name in expected)
+    assert_same_bits(package_run, megatron_run)
 
 
 @pytest.mark.slow
@@ -231,15 +192,7 @@ def test_exported_1f1b_equals_megatron_bitwise(train: Train, tmp_path: Path) -> 
     file.write_text(make("1f1b", 4, 8).to_json())
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
     package_run = train(4, "--pipeline-schedule", str(file), *TWO, UNTIED)
-    assert losses(package_run) == losses(megatron_run)
-    package_gradients, megatron_gradients = (
-        package_run.merged("gradients"),
-        megatron_run.merged("gradients"),
-    )
-    assert all(
-        torch.equal(package_gradients[name], megatron_gradients[name])
-        for name in megatron_gradients
-    )
+    assert_same_bits(package_run, megatron_run, ["gradients"])
 
 
 REST_OF_THE_CATALOGUE = [
@@ -254,23 +207,23 @@ def test_every_named_schedule_equals_1f1b(train: Train, schedule: str) -> None:
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
     package_run = train(4, "--pipeline-schedule", schedule, *TWO, UNTIED)
     assert f"pipeline schedule {schedule}, 4 ranks" in package_run.output[0]
-    assert_equal_training(package_run, megatron_run)
+    assert_same_training(package_run, megatron_run)
 
 
 def test_interleaved_1f1b_selects_megatron_with_two_chunks(train: Train) -> None:
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
     interleaved = train(4, "--pipeline-schedule", "interleaved-1f1b", *TWO, UNTIED)
-    assert_equal_training(interleaved, megatron_run)
+    assert_same_training(interleaved, megatron_run)
     assert "Number of virtual stages per pipeline stage: 2" in interleaved.output[0]
 
 
 def test_one_rank_trains_without_a_pipeline(train: Train) -> None:
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
-    assert_equal_training(train(1, "--pipeline-schedule", "v-half", *TWO, UNTIED), megatron_run)
+    assert_same_training(train(1, "--pipeline-schedule", "v-half", *TWO, UNTIED), megatron_run)
 
 
 def test_two_ranks_and_few_microbatches(train: Train) -> None:
     flags = (*TWO, UNTIED, "--global-batch-size", "2", "--no-overlap-p2p-communication")
     megatron_run = train(2, "--pipeline-schedule", "1f1b", *flags)
     for schedule in ("v-min", "v-half", "v-zb"):
-        assert_equal_training(train(2, "--pipeline-schedule", schedule, *flags), megatron_run)
+        assert_same_training(train(2, "--pipeline-schedule", schedule, *flags), megatron_run)

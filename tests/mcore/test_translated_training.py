@@ -4,11 +4,11 @@ import re
 from collections.abc import Callable
 
 import pytest
-import torch
 from mcore.conftest import UNTIED, needs_hybrid
 from mcore.farm import Ended
+from mcore.parity import assert_same_bits, assert_same_training
 from mcore.test_composition import EXPERTS
-from mcore.test_training import TWO, assert_equal_training
+from mcore.test_training import TWO
 
 Train = Callable[..., Ended]
 
@@ -64,7 +64,7 @@ def test_training_equals_one_rank(train: Train, name: str) -> None:
     schedule, flags, lines = RUNS[name]
     megatron_run = train(1, *MODEL)
     package_run = train(4, "--pipeline-schedule", schedule, *MODEL, *flags.split())
-    assert_equal_training(package_run, megatron_run)
+    assert_same_training(package_run, megatron_run)
     split = SPLITS.get(name, "1,2,2,2,2,2,2,1")
     for line in (*lines, f"layers per stage, in model order: {split}\n"):
         assert [text.count(line) for text in package_run.output] == [1, 0, 0, 0], line
@@ -83,11 +83,8 @@ def test_early_optimizer_step_of_the_first_chunk(train: Train, schedule: str) ->
     flags = ("--pipeline-schedule", schedule, *TWO, UNTIED, "--clip-grad", "0", *AHEAD.split())
     without = train(4, *flags)
     package_run = train(4, *flags, "--overlap-param-gather-with-optimizer-step")
-    assert package_run.record["losses"] == without.record["losses"]
-    actual, expected = package_run.by_place("parameters"), without.by_place("parameters")
-    assert len({tuple(place) for _, *place in actual}) > 1  # replicas
-    assert actual.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+    assert_same_bits(package_run, without, view=Ended.by_place)
+    assert len({tuple(place) for _, *place in package_run.by_place("parameters")}) > 1  # replicas
     assert re.search(r"overlap_param_gather_with_optimizer_step \.+ True", package_run.output[0])
 
 
@@ -103,7 +100,7 @@ def test_overlapped_shared_experts(train: Train) -> None:
     megatron_run = train(2, "--pipeline-schedule", "1f1b", *flags)
     package_run = train(2, "--pipeline-schedule", "v-half", *flags)
     assert any("shared_experts.linear_fc1" in name for name in package_run.merged("parameters"))
-    assert_equal_training(package_run, megatron_run)
+    assert_same_training(package_run, megatron_run)
 
 
 @pytest.mark.slow
@@ -114,5 +111,5 @@ def test_layer_pattern_by_its_old_name(train: Train) -> None:
     package_run = train(
         2, "--pipeline-schedule", "v-half", "--hybrid-override-pattern", "*-*-*-*-", *flags
     )
-    assert_equal_training(package_run, megatron_run)
+    assert_same_training(package_run, megatron_run)
     assert package_run.output[0].count("renamed to hybrid_layer_pattern") == 1

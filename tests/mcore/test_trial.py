@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from mcore.farm import Ended, Farm
-from mcore.test_training import UNTIED, losses
+from mcore.parity import assert_same_bits, losses
+from mcore.test_training import UNTIED
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import load_schedule
@@ -190,14 +191,4 @@ def test_pass_order_can_change_in_every_step(farm: Farm, replicas: int) -> None:
     orders = set(re.findall(r"order (\w+) runs", mixed_run.output[0]))
     assert len(orders) == 6
     for expected_run in (v_half_run, megatron_run):
-        assert losses(mixed_run) == losses(expected_run)
-        mixed_parameters, expected_parameters = (
-            mixed_run.merged("parameters"),
-            expected_run.merged("parameters"),
-        )
-        assert mixed_parameters.keys() == expected_parameters.keys()
-        assert [
-            name
-            for name in mixed_parameters
-            if not torch.equal(mixed_parameters[name], expected_parameters[name])
-        ] == []
+        assert_same_bits(mixed_run, expected_run)

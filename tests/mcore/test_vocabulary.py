@@ -11,9 +11,16 @@ import torch
 from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
 from mcore.other_trainer import DeferredConfig
+from mcore.parity import (
+    Tolerance,
+    assert_close_gradients,
+    assert_close_tensors,
+    assert_same_training,
+    losses,
+    relative,
+)
 from mcore.test_composition import CONTEXT, EXPERT_PARALLEL, OVERLAP, SEQUENCE, TENSOR
 from mcore.test_library import RunResults, assert_equal_results, run_library
-from mcore.test_training import assert_equal_training, losses, relative
 from shared_costs import shared_costs
 
 from megatron_vshape.core.check.verify import verify
@@ -60,18 +67,6 @@ RUNS = {
 FAST = 4
 
 
-def assert_equal_gradients(package_run: Ended, megatron_run: Ended, rtol: float = 1e-4) -> None:
-    package_gradients, megatron_gradients = (
-        package_run.merged("gradients"),
-        megatron_run.merged("gradients"),
-    )
-    assert package_gradients.keys() == megatron_gradients.keys()
-    for name, expected in megatron_gradients.items():
-        torch.testing.assert_close(
-            package_gradients[name], expected, rtol=rtol, atol=1e-7, msg=name
-        )
-
-
 @pytest.mark.parametrize(
     ("schedule", "flags"),
     [
@@ -85,8 +80,8 @@ def test_training_equals_1f1b(train: Train, schedule: str, flags: str) -> None:
     package_run = train(4, "--pipeline-schedule", schedule, SHARED, *STEPS, *flags.split())
     assert len(losses(package_run)) == 3
     assert package_run.record["evaluations"]
-    assert_equal_training(package_run, megatron_run, weights=WEIGHTS)
-    assert_equal_gradients(package_run, megatron_run)
+    assert_same_training(package_run, megatron_run, Tolerance(parameters=WEIGHTS))
+    assert_close_gradients(package_run, megatron_run, rtol=1e-4)
 
 
 def test_every_rank_has_vocabulary_rows(train: Train) -> None:
@@ -134,12 +129,7 @@ def test_vocabulary_parallelism_with_other_parallelism(
     for key, tolerance in ("gradients", 1e-6), ("parameters", WEIGHTS):
         if key == "gradients" and OVERLAP in flags:
             continue  # each rank has reduced a part only
-        package_tensors, megatron_tensors = package_run.whole(key), megatron_run.whole(key)
-        assert package_tensors.keys() == megatron_tensors.keys()
-        for name, expected in megatron_tensors.items():
-            torch.testing.assert_close(
-                package_tensors[name], expected, rtol=0, atol=tolerance, msg=name
-            )
+        assert_close_tensors(package_run.whole(key), megatron_run.whole(key), atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +170,7 @@ def test_vocabulary_passes_of_a_schedule_file_run(train: Train, tmp_path: Path) 
         runs.append(train(4, "--pipeline-schedule", str(file), *STEPS, UNTIED, *flags))
         assert runs[-1].records[2]["rows"]
     assert losses(runs[0]) == losses(runs[1])
-    assert_equal_training(runs[0], runs[1])
+    assert_same_training(runs[0], runs[1])
 
 
 def swap_passes(schedule: Schedule, first: Pass, second: Pass) -> Schedule:

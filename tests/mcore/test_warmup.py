@@ -16,6 +16,7 @@ from mcore import fp8_unquantized
 from mcore import test_graphs as graphs
 from mcore.conftest import UNTIED, needs_hybrid
 from mcore.farm import Ended, Farm
+from mcore.parity import assert_same_bits
 from torch import Tensor, nn
 
 pytest.importorskip("megatron.training")
@@ -108,19 +109,9 @@ def assert_equal(run: Ended, without: Ended) -> None:
     """Compare training with a warm-up and without one, bit for bit."""
     assert "pipeline warm-up: " in run.output[0]
     assert "pipeline warm-up: " not in without.output[0]
-    for rank_record, record in zip(without.records, run.records, strict=True):
-        assert record["losses"] == rank_record["losses"]
-        assert record["grad_norms"] == rank_record["grad_norms"]
-        for key in ("gradients", "parameters", "moments"):
-            assert record[key].keys() == rank_record[key].keys()
-            for name, value in record[key].items():
-                assert bits(value).equal(bits(rank_record[key][name])), (key, name)
+    tensors = "gradients", "parameters", "moments"
+    assert_same_bits(run, without, tensors, view=Ended.by_place, norms=True)
     assert run.record["losses"]
-
-
-def bits(values: Tensor) -> Tensor:
-    """Return the bytes, which are equal for the padding of buckets, too: it is not a number."""
-    return values.contiguous().view(-1).view(torch.uint8)
 
 
 SLEEP_S = 1.0
