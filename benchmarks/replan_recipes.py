@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +43,27 @@ FORMATS = {
     "fp8cs": "--fp8-format hybrid --fp8-recipe tensorwise",
     "fp8mx": "--fp8-format e4m3 --fp8-recipe mxfp8",
 }
+FP8_PARAMETERS = {
+    "bf16": "",
+    "fp8cs": "--fp8-param-gather",
+    "fp8mx": "--fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag",
+}
+"""Weights in FP8, as `_perf_precision` of the recipes sets them."""
+BF16_PARAMETERS = "kimi_k2"
+"""Recipes that turn FP8 weights off."""
 TAKEN = """
     tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
     expert_model_parallel_size expert_tensor_parallel_size sequence_parallel global_batch_size
     micro_batch_size seq_length recompute_granularity recompute_method recompute_num_layers
-    recompute_modules moe_token_dispatcher_type moe_flex_dispatcher_backend mtp_num_layers
+    recompute_modules tp_comm_overlap moe_token_dispatcher_type moe_flex_dispatcher_backend
+    mtp_num_layers
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
 """.split()
 
 WITHIN_PERCENT = 6.4
 """Median error of the ratio of two configurations with the rates of the stored answers."""
 
-SECONDS = "24"
+SECONDS = "12"
 """Search seconds: twice the default of advise, to reduce the influence of other load."""
 
 Row = dict[str, Any]
@@ -103,6 +113,8 @@ def flags_of(row: Row) -> tuple[str, list[str]]:
         raise ValueError(f"{row['recipe']} does not name its GPUs")
     model_flags = models()
     text = f"{model_flags['every']} {model_flags['models'][MODELS[model]]} {FORMATS[match[3]]}"
+    if model != BF16_PARAMETERS:
+        text += f" {FP8_PARAMETERS[match[3]]}"
     words = [*shlex.split(text), "--cross-entropy-fusion-impl", "native", "--grad-reduce-in-bf16"]
     options = {"seq_length": 4096} | row["options"]
     if options.get("recompute_granularity") == "selective" and not options.get("recompute_modules"):
@@ -125,29 +137,37 @@ def flags_of(row: Row) -> tuple[str, list[str]]:
 
 
 def ask(row: Row, megatron: Path, te: Path) -> Row:
-    """Return the answer's lines with the recipe's parallelism and with any, or an error."""
+    """Return the answer's lines with the recipe's parallelism and with any, or an error.
+
+    `check` of each is the result of the start-up checks for the command of the best line.
+    """
     gpus, words = flags_of(row)
-    answers: Row = {"gpus": gpus}
+    answers: Row = {"gpus": gpus, "predicted": date.today().isoformat()}
+    sources = ["--megatron", str(megatron)] * (megatron is not None) + ["--te", str(te)]
     for name, keep_options in (("lines", ["--keep", "tp,pp,cp,ep,microbatch"]), ("anywhere", [])):
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "advice.json"
-            command = [
-                sys.executable,
-                "-m",
-                "megatron_vshape",
-                "advise",
-                "--gpus",
-                gpus,
-                *keep_options,
-            ]
-            command += ["--seconds", SECONDS, "--json", str(file)]
-            command += ["--megatron", str(megatron), "--te", str(te), "--", "pretrain_gpt.py"]
-            ran = subprocess.run([*command, *words], capture_output=True, text=True)
-            if ran.returncode:
-                return {"error": (ran.stderr.strip().splitlines() or ["no reason given"])[-1]}
+            file, script = Path(folder) / "advice.json", Path(folder) / "run.sh"
+            options = ["--gpus", gpus, *keep_options, "--seconds", SECONDS, *sources]
+            options += ["--json", str(file), "--write", str(script)]
+            advised = _run("advise", *options, "--", "pretrain_gpt.py", *words)
+            if advised.returncode:
+                return {"error": _last_line(advised.stderr)}
             answer = json.loads(file.read_text())
+            if script.is_file():  # not if the command itself is the best
+                checked = _run("rehearse", "--gpus", gpus, "--check", *sources, script)
+                check = _last_line(checked.stderr) if checked.returncode else "starts"
+                answers[f"{name}_check"] = check
         answers[name] = {what: _short(line) for what, line in answer.items()}
     return answers
+
+
+def _run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatron_vshape", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no reason given"])[-1]
 
 
 def _short(line: Row) -> Row:
@@ -167,14 +187,17 @@ values are predicted, not measured; a difference of less than {within:g}% is a t
 CUDA graphs and the overlap of expert communication, which some recipes use, are not included, and
 DeepEP is counted as HybridEP. Stock schedules can have a pipeline layout with uneven layers, as
 some recipes do; a layout that is returned by a function of the recipe is assumed to be balanced.
-The values are those of version 0.3.0 and its rates; they have not been predicted again since.
+Rows marked with * were predicted by version 0.3.0, with bf16 weights even for FP8 recipes.
+{checks}
 
 `python benchmarks/replan_recipes.py RECIPES.json --megatron DIR --te DIR` predicts them; without
 arguments, it prints this page.
 """
 DOUBTFUL = """\
 Left out of these counts and without a gain below: {names}. By the estimate, the published
-recipe does not fit its own GPU. Its cause is not known, and it is a doubt about the estimate.
+recipe does not fit its own GPU, which is a doubt about the estimate. No run of this recipe on
+this GPU is published: the sizes are those of GB200, which has 6 GiB more, and whose published runs
+have twice the data-parallel ranks.
 """
 BY_HAND = """\
 Gains of more than {within:g}% over stock, with one or two sizes halved or doubled:
@@ -205,7 +228,7 @@ def page() -> str:
     """Return benchmarks/recipes.md."""
     answered = json.loads(OUT.read_text())
     there = {name: answer for name, answer in answered.items() if "best" in answer.get("lines", {})}
-    lines = [HEAD.format(within=WITHIN_PERCENT)]
+    lines = [HEAD.format(within=WITHIN_PERCENT, checks=_checks(there.values()))]
     fitting = [answer for answer in there.values() if fits_today(answer)]
     for where, words in WHERE.items():
         lines += [
@@ -230,6 +253,19 @@ def page() -> str:
     if failures:
         lines += ["Without an answer:", "", *failures, ""]
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _checks(answers: Iterable[Row]) -> str:
+    """Return the sentence on the start-up checks of recommended commands."""
+    results = [
+        answer[f"{where}_check"]
+        for answer in answers
+        for where in WHERE
+        if f"{where}_check" in answer
+    ]
+    rejected = sorted({result for result in results if result != "starts"})
+    text = f"`rehearse --check` accepts {results.count('starts')} of {len(results)} recommendations"
+    return f"{text}: {'; '.join(rejected)}" if rejected else f"{text}."
 
 
 def _counts(there: list[Row], words: str, within: float) -> str:
@@ -302,8 +338,9 @@ def _line(model: str, answer: Row, lines: Row) -> str:
     today, stock, best = (lines.get(what) for what in ("today", "stock", "best"))
     is_gain = stock is not None and fits_today(answer)
     gain = f"{100 * (1 - best['step_s'] / stock['step_s']):.0f}%" if is_gain else ""
+    mark = "" if "predicted" in answer else "*"
     return (
-        f"| {model}, {answer['gpus']} | {line_text(today)} | {line_text(stock)} | "
+        f"| {model}, {answer['gpus']}{mark} | {line_text(today)} | {line_text(stock)} | "
         f"{line_text(best)} | {gain} |"
     )
 
