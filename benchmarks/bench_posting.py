@@ -207,7 +207,9 @@ def drawn_plans(number: int) -> Iterator[tuple[Schedule, Costs]]:
         devices = draw.randint(2, 16)
         times = [tuple(draw.uniform(0.5, 2) for _ in range(2 * devices)) for _ in range(3)]
         activation_memory = (1.0,) * (2 * devices)
-        costs = Costs(*times, draw.choice((0.0, 0.05, 0.3)), activation_memory, activation_memory)
+        costs = Costs.of(
+            *times, draw.choice((0.0, 0.05, 0.3)), activation_memory, activation_memory
+        )
         microbatches = draw.randint(devices, 3 * devices)
         limit = draw.uniform(devices + 2, 2 * devices)
         placements = (v_shape(devices),)

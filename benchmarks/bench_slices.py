@@ -203,7 +203,7 @@ def simulated(run: Run, schedule: Schedule) -> float:
     }
     shares = tuple(
         (
-            kind.time,
+            str(kind.time),
             tuple(
                 sum(stage[number % schedule.slices] for stage in times_by_kind[kind])
                 / sum(means[kind])
@@ -214,7 +214,7 @@ def simulated(run: Run, schedule: Schedule) -> float:
     )
     f, b, w, full = (tuple(means[kind]) for kind in KINDS)
     ones = (1.0,) * schedule.num_stages
-    costs = Costs(f, b, w, 0.0, ones, ones, whole_backward_us=full, by_microbatch=shares)
+    costs = Costs.of(f, b, w, 0.0, ones, ones, whole_backward_us=full, by_microbatch=shares)
     return simulate(unsliced, costs).makespan
 
 

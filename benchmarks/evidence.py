@@ -28,7 +28,7 @@ from grid_search import GRID, Published, load_published
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.kinds import TIMES, ScheduleError
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.plan import plan_request
@@ -218,10 +218,8 @@ def make(name: str, devices: int, microbatches: int, chunks: int | None) -> Sche
 
 def longer(costs: Costs, pass_us: float, splits: bool) -> Costs:
     """Return costs with additional time for each pass: F and BW, or F, B and W."""
-    names = ("forward_us", "backward_us", "weight_us")[: 3 if splits else 2]
-    return replace(
-        costs, **{name: tuple(us + pass_us for us in getattr(costs, name)) for name in names}
-    )
+    increases = dict.fromkeys(TIMES[: 3 if splits else 2], pass_us)
+    return replace(costs, stages=tuple(stage.increased(increases) for stage in costs.stages))
 
 
 def read_sets() -> list[Set]:

@@ -172,10 +172,7 @@ def work_of(row: Row, stage: int) -> Work:
 
 def _plain(work: Mapping[str, Any]) -> dict[Any, float]:
     """Return every count by a name."""
-    amounts: dict[Any, float] = {
-        name: work.get(name, 0)
-        for name in _SUMS
-    }
+    amounts: dict[Any, float] = {name: work.get(name, 0) for name in _SUMS}
     amounts |= {("attention", name): flops for name, flops in work["attention_flops"].items()}
     amounts |= {("product", *shape[:5]): shape[5] for shape in work["products"]}
     for exchange in work["exchanges"]:

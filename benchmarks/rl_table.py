@@ -27,6 +27,7 @@ from bench_runtime import on_ranks  # isort: skip  found by unlike_table's path
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, reordered
+from megatron_vshape.core.model.kinds import TIMES
 from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
@@ -98,9 +99,8 @@ def on_gloo(devices: int, rounds: int, unit_us: float) -> Callable[[list[Run]], 
 
 def scaled_by(costs: Costs, unit_us: float) -> Costs:
     """Return the costs with all times multiplied."""
-    names = ("forward_us", "backward_us", "weight_us")
-    times = {name: tuple(unit_us * time for time in getattr(costs, name)) for name in names}
-    return replace(costs, **times, send_us=0.0)
+    times = {amount: [unit_us * us for us in costs.required(amount)] for amount in TIMES}
+    return replace(costs.having(times), send_us=0.0)
 
 
 def main() -> None:

@@ -59,7 +59,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, extra_us_of_microbatch, reordered
-from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.kinds import HELD, Kind
 from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Schedule
@@ -160,13 +160,10 @@ def unlike(costs: Costs, count: int, lengths_of: str, seed: int) -> Costs:
     mean = sum(lengths) / count
     tokens = [length / mean for length in lengths]
     full_costs = [length + KAPPA * length**2 for length in tokens]
-    by_name = {
-        **dict.fromkeys(("forward_us", "backward_us"), full_costs),
-        "weight_us": tokens,
-        **dict.fromkeys(("held_after_forward_bytes", "held_after_backward_bytes"), tokens),
-    }
+    sizes_of = dict.fromkeys((Kind.F.time, Kind.B.time), full_costs)
+    sizes_of |= dict.fromkeys((Kind.W.time, *HELD), tokens)
     shares = (
-        (name, tuple(x * count / sum(sizes) for x in sizes)) for name, sizes in by_name.items()
+        (amount, tuple(x * count / sum(sizes) for x in sizes)) for amount, sizes in sizes_of.items()
     )
     return replace(costs, by_microbatch=tuple(shares))
 

@@ -17,16 +17,17 @@ as published for one host (7.9 ms instead of 8.4 ms), less.
 import argparse
 from bisect import insort
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import HEAD_WEIGHT, LOGITS, LOOKED_UP, LOSS, Kind
 from megatron_vshape.core.model.layers import Widths
-from megatron_vshape.core.model.pieces import Piece, Pieces
+from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.vocabulary import (
     ADDITIONAL_MICROBATCHES,
@@ -71,12 +72,10 @@ def widths_of(vocabulary: int) -> Widths:
 
 def pieces_of(vocabulary: int) -> Pieces:
     """Return the costs of a layer and of embedding and output layer, in chunk passes and bytes."""
-    layer = Piece(0.5, 0.5, 0.5, LAYER_BYTES, LAYER_BYTES)
+    layer = StageCosts.of(0.5, 0.5, 0.5, LAYER_BYTES, LAYER_BYTES)
     head = layer.times(widths_of(vocabulary).head_in_layers)
     after_forward, after_backward = (size * TOKENS * vocabulary for size in LOGITS_BYTES)
-    head = replace(
-        head, held_after_forward_bytes=after_forward, held_after_backward_bytes=after_backward
-    )
+    head = head.changed({Kind.F.allocated: after_forward, Kind.B.retained: after_backward})
     return Pieces(layer, layer.times(0), head, 0.0)
 
 
@@ -186,10 +185,11 @@ def by_first_algorithm(name: str, vocabulary: int, saved: float) -> tuple[float,
     additional_bytes = ADDITIONAL_MICROBATCHES.get(name, 0) * layers_per_stage * LAYER_BYTES
     second = simulate(share_vocabulary(plain, costs, additional_bytes), costs).makespan
     head = pieces_of(vocabulary).last.times((1 - saved) / DEVICES)
-    amounts = dict(costs.others)
-    amounts[LOGITS.time] = (head.forward_us,) * plain.num_stages
-    amounts[HEAD_WEIGHT.time] = (head.backward_us + head.weight_us,) * plain.num_stages
-    costs = costs.having(**amounts)
+    times = {
+        LOGITS.time: head[Kind.F.time],
+        HEAD_WEIGHT.time: head[Kind.B.time] + head[Kind.W.time],
+    }
+    costs = costs.having({amount: (us,) * plain.num_stages for amount, us in times.items()})
     limits = [peak + additional_bytes for peak in peak_held(plain, costs)]
     ways = (
         FirstAlgorithm(plain, costs, limits, PENDING_LOGITS[0], delay) for delay in DELAY_FRACTIONS

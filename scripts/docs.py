@@ -109,9 +109,7 @@ def _environment() -> str:
 
 
 def _maturity() -> str:
-    rows = [
-        (title, f"`{option}`", str(maturity)) for title, option, maturity in maturities()
-    ]
+    rows = [(title, f"`{option}`", str(maturity)) for title, option, maturity in maturities()]
     return _rows("feature|option|largest hardware that has trained with it", rows)
 
 

@@ -136,7 +136,7 @@ def _add_devices(
                     for p in (f, b, w)
                 ]
                 lifetimes += runs[-len(PARTS) :]
-                amounts += [int(costs.works(kind)[stage] / unit) for kind in PARTS]
+                amounts += [int(costs.workspace(kind)[stage] / unit) for kind in PARTS]
                 for first, last, memory in (
                     (start[f], end[b], costs.held_after_forward_bytes[stage]),
                     (end[b], end[w], costs.held_after_backward_bytes[stage]),

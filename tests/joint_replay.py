@@ -4,6 +4,7 @@ from collections import Counter
 from itertools import product
 
 from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.schedule import Schedule
 
 Key = tuple[str, int, int]
@@ -86,7 +87,10 @@ def _ready_time(
 
 def _duration(step: list[Key], costs: Costs) -> float:
     compute_us = {"F": costs.forward_us, "B": costs.backward_us, "W": costs.weight_us}
-    collective_us = {"F": costs.forward_exchange_us, "B": costs.backward_exchange_us}
+    collective_us = {
+        "F": costs.by_stage.get(Kind.F.collective),
+        "B": costs.by_stage.get(Kind.B.collective),
+    }
     parts = [(part, stage) for kind, stage, _ in step for part in kind]
     collectives = sum(
         (collective_us.get(part) or compute_us)[s] for part, s in parts if collective_us.get(part)

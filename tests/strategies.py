@@ -33,7 +33,7 @@ def costs_of(draw: st.DrawFn, num_stages: int) -> Costs:
         return st.lists(amount, min_size=num_stages, max_size=num_stages).map(tuple)
 
     memory = draw(values(0.125))
-    return Costs(
+    return Costs.of(
         draw(values(0.125)),
         draw(values(0.125)),
         draw(values(0.125)),

@@ -5,8 +5,9 @@ import math
 from dataclasses import replace
 
 from megatron_vshape.cli.options import UNIT_COST, ends_of
+from megatron_vshape.core.model.amounts import SAVED_US
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.layers import even_layers
 from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.model.placement import looping
@@ -69,7 +70,7 @@ def pieces_of(
         first, last = ends_of(options, options.layers)
         times = options.cost or UNIT_COST
         pieces = Pieces.estimated(0.0, layers / chunks, times.split)
-        layer = replace(pieces.layer, saved_us=times.saved * chunks / layers)
+        layer = pieces.layer.changed({SAVED_US: times.saved * chunks / layers})
         pieces = replace(pieces, layer=layer, first=first, last=last, host_us=options.host or 0.0)
     else:
         layers = float(options.layers or sum(measured.layers or ()))
@@ -79,7 +80,7 @@ def pieces_of(
     if shares(options, measured):
         sum_us = options.vocab_parallel
         if math.isnan(sum_us):
-            sum_us = ALL_REDUCE_TIME * pieces.layer.forward_us * layers / chunks
+            sum_us = ALL_REDUCE_TIME * pieces.layer[Kind.F.time] * layers / chunks
         logits_bytes = 0.0 if measured is None else estimate_logits_bytes(pieces, options.devices)
         pieces = shared_pieces(pieces, options.devices, sum_us, logits_bytes)
     return pieces, layers

@@ -12,11 +12,13 @@ from typing import NamedTuple
 
 from megatron_vshape.cli.help import MODEL, REQUIRED, group
 from megatron_vshape.core.check.bounds import LimitError
+from megatron_vshape.core.model.amounts import SAVED_US, STATE_BYTES
 from megatron_vshape.core.model.costs import Costs, chunk_of
-from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.layers import even_layers
-from megatron_vshape.core.model.pieces import Piece, recut, with_ends
+from megatron_vshape.core.model.pieces import NOTHING, recut, with_ends
 from megatron_vshape.core.model.placement import looping
+from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.core.paper.catalogue import MAX_STAGES_PER_DEVICE
 from megatron_vshape.core.request import StageCostFunction
 from megatron_vshape.view.names import plain
@@ -51,7 +53,6 @@ class Times(NamedTuple):
 
 UNIT_COST = Times(1.0, 1.0, 1.0, 0.0)
 _COST_NAMES = ("F", "B", "W", "COMM")
-NOTHING = Piece(0.0, 0.0, 0.0, 0.0, 0.0)
 UNITS = {"gib": GIB, "mib": 2.0**20}
 
 
@@ -66,7 +67,7 @@ class UnitFormat:
     @classmethod
     def of(cls, costs: Costs, options: argparse.Namespace) -> "UnitFormat":
         chunk, in_bytes = chunk_of(costs, options.devices), options.costs is not None
-        return cls(chunk, in_bytes, costs.state_bytes is not None)
+        return cls(chunk, in_bytes, STATE_BYTES in costs.by_stage)
 
     def time(self, value: float) -> str:
         """Format a time."""
@@ -171,14 +172,16 @@ def end(text: str) -> tuple[float, ...]:
     return values
 
 
-def ends_of(options: argparse.Namespace, num_layers: int | None = None) -> tuple[Piece, Piece]:
+def ends_of(
+    options: argparse.Namespace, num_layers: int | None = None
+) -> tuple[StageCosts, StageCosts]:
     """Return the costs that the embedding and the output layer add to their stages.
 
     Raises:
         ScheduleError: a costs file is given too, or a number of layers without --layers.
     """
     times, ends = options.cost or UNIT_COST, []
-    chunk = Piece(times.forward, times.backward, times.weight, 0.0, 0.0, times.saved)
+    chunk = StageCosts.of(*times.split[:3]).changed({SAVED_US: times.saved})
     for name in ("embedding", "head"):
         values = getattr(options, name)
         if values is not None and options.costs is not None:
@@ -188,14 +191,15 @@ def ends_of(options: argparse.Namespace, num_layers: int | None = None) -> tuple
         if values is None:
             ends.append(NOTHING)
         elif len(values) == 3:
-            ends.append(Piece(values[0], values[1], values[2], 0.0, 0.0))
+            ends.append(StageCosts.of(*values))
         elif num_layers is None:
             raise ScheduleError(
                 f"--{name} {values[0]:g} is not F,B,W, as in 2,2,2; a number of layers needs "
                 "--layers N of plan"
             )
         else:
-            ends.append(chunk.times(values[0] * 2 * options.devices / num_layers))
+            chunks = values[0] * 2 * options.devices / num_layers
+            ends.append(chunk.times(chunks) if chunks else NOTHING)
     return ends[0], ends[1]
 
 
@@ -276,7 +280,7 @@ def stage_cost_function(
     cost: Times | None,
     measured: Costs | None,
     num_layers: int | None = None,
-    ends: tuple[Piece, Piece] = (NOTHING, NOTHING),
+    ends: tuple[StageCosts, StageCosts] = (NOTHING, NOTHING),
 ) -> StageCostFunction:
     """Return a function that gives the costs of any number of stages.
 
@@ -301,7 +305,7 @@ def stage_cost_function(
         costs = Costs.uniform(devices, num_stages, *times.split)
         if times.full_backward is not None:
             full_backward_us = times.full_backward * 2 * devices / num_stages
-            costs = costs.having(whole_backward_us=(full_backward_us,) * num_stages)
+            costs = costs.having({Kind.BW.time: (full_backward_us,) * num_stages})
         return costs if ends == (NOTHING, NOTHING) else with_ends(costs, *ends)
 
     return costs_of_stages

@@ -32,6 +32,7 @@ from megatron_vshape.cli.torch_export import (
 )
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.model.amounts import STATE_BYTES
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule, Timeline
@@ -305,7 +306,7 @@ def _lines(result: _Result) -> list[tuple[str, str]]:
     peak = [chunks]
     if numbers.peak_bytes is not None:
         peak.insert(0, f"{fixed(max(numbers.peak_bytes) / GIB)} GiB")
-    if result.costs.state_bytes is not None:
+    if STATE_BYTES in result.costs.by_stage:
         peak[1:] = ["largest rank, with model states"]
         by_device = peak_lines(result.schedule, result.costs)
     return [

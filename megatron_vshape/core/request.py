@@ -246,7 +246,7 @@ class PlanRequest:
         counts = (self.slices,) if isinstance(self.slices, int) else self.slices
         if max(counts) == 1:
             return (1,)
-        amounts = self.full_costs().lists()
+        amounts = self.full_costs().by_stage
         shared_kinds = [kind for kind in KINDS if kind.of and kind.time in amounts]
         if not shared_kinds:
             return counts
@@ -277,9 +277,7 @@ class PlanRequest:
         placements = default_placements(devices, costs.num_stages, costs.copies)
         if self.layers is not None or costs.copies or costs.shards_output_layer or slices[1:]:
             return tuple(placements)
-        counts = [
-            chunks for chunks in self.chunk_counts() if self._has_costs_of(chunks * devices)
-        ]
+        counts = [chunks for chunks in self.chunk_counts() if self._has_costs_of(chunks * devices)]
         if len(counts) > len(_SEARCHED_CHUNKS):  # not limited by the number of layers
             counts = [chunks for chunks in counts if chunks in _SEARCHED_CHUNKS]
         for chunks in counts:

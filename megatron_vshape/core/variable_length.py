@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from megatron_vshape.core.check.bounds import limits_by_device
 from megatron_vshape.core.check.simulate import costs_of, simulate
 from megatron_vshape.core.compiling import compiled_once, compiles, in_arrays
+from megatron_vshape.core.model.amounts import Amount
 from megatron_vshape.core.model.costs import Costs, scaled_times_us
 from megatron_vshape.core.model.kinds import HELD, KINDS, NeedTable
 from megatron_vshape.core.model.passes import Pass
@@ -37,13 +38,13 @@ class PassGraph(NamedTuple):
 
     microbatches: Any  # [passes] microbatch
     plain_us: Any  # [passes]
-    shared_us: Any  # [passes x names]
+    shared_us: Any  # [passes x scaled]
     first: Any  # [passes + 1] first index in `waits`
     waits: Any  # passes to wait for
     sends_us: Any  # message times of these
     row_of: Any  # [devices + 1] first index in `rows` of a device
     row_microbatches: Any  # microbatch of each pass, in the devices' order
-    allocated: Any  # [rows x names + 1] memory allocated at the start; the last column is constant
+    allocated: Any  # [rows x scaled + 1] memory allocated at the start; the last column is constant
     change_at_end: Any  # the same at the end
     workspace: Any  # [rows] workspace
     fixed: Any  # [devices]
@@ -77,10 +78,10 @@ def reorder_microbatches(
     # Times come first.
     variable_amounts = sorted(costs.by_microbatch, key=lambda amount: amount[0] in HELD)
     costs = replace(costs, by_microbatch=tuple(variable_amounts))
-    names = [name for name, _ in variable_amounts]
+    scaled = [amount for amount, _ in variable_amounts]
     count = schedule.unsliced_microbatches
     initial_order = tuple(range(count))
-    if not names or count < 2 or count < schedule.num_microbatches:
+    if not scaled or count < 2 or count < schedule.num_microbatches:
         step_us = simulate(schedule, costs).makespan
         return MicrobatchOrder(initial_order, step_us, step_us)
     costs = costs_of(schedule, costs)
@@ -115,7 +116,7 @@ def _starts(order: Sequence[int], costs: Costs) -> list[Sequence[int]]:
 
 def make_pass_graph(schedule: Schedule, costs: Costs) -> PassGraph:
     """Convert the passes of a schedule to arrays, with costs from `costs_of`."""
-    names = [name for name, _ in costs.by_microbatch]
+    scaled = [amount for amount, _ in costs.by_microbatch]
     number, groups = _numbered_groups(schedule, costs)
     table = NeedTable(schedule.num_stages, [kind for kind in KINDS if kind in schedule.kinds])
     node_of = {
@@ -141,33 +142,33 @@ def make_pass_graph(schedule: Schedule, costs: Costs) -> PassGraph:
                 waits.append(node)
                 sends_us.append(costs.message_us(work.stage, source) if is_sent else 0.0)
         first.append(len(waits))
-        row = dict.fromkeys(names, 0.0)
+        row = dict.fromkeys(scaled, 0.0)
         if len(group) == 2:
             plain.append(costs.overlapped_us(group[0].stage, group[1].kind, group[1].stage))
         else:
             (work,) = group
-            for name, us in scaled_times_us(costs, work.kind, work.stage):
-                row[name] += us
+            for amount, us in scaled_times_us(costs, work.kind, work.stage):
+                row[amount] += us
             plain.append(costs.time_us(work.kind, work.stage) - sum(row.values()))
         shared.append([*row.values()])
     microbatches = [group[0].microbatch for group in groups]
     row_of, row_microbatches, allocated, change_at_end, workspace, fixed = _memory_rows(
-        schedule, costs, names
+        schedule, costs, scaled
     )
     return PassGraph(
         microbatches=in_arrays(microbatches),
         plain_us=in_arrays(plain),
-        shared_us=_matrix(shared, len(names)),
+        shared_us=_matrix(shared, len(scaled)),
         first=in_arrays(first),
         waits=in_arrays(waits),
         sends_us=in_arrays(sends_us),
         row_of=in_arrays(row_of),
         row_microbatches=in_arrays(row_microbatches),
-        allocated=_matrix(allocated, len(names) + 1),
-        change_at_end=_matrix(change_at_end, len(names) + 1),
+        allocated=_matrix(allocated, len(scaled) + 1),
+        change_at_end=_matrix(change_at_end, len(scaled) + 1),
         workspace=in_arrays(workspace),
         fixed=in_arrays(fixed),
-        timed=sum(name not in HELD for name in names),
+        timed=sum(amount not in HELD for amount in scaled),
     )
 
 
@@ -198,26 +199,28 @@ def _numbered_groups(schedule: Schedule, costs: Costs) -> tuple[dict[Pass, int],
     return number, groups
 
 
-def _memory_rows(schedule: Schedule, costs: Costs, names: Sequence[str]) -> tuple[Any, ...]:
+def _memory_rows(schedule: Schedule, costs: Costs, scaled: Sequence[Amount]) -> tuple[Any, ...]:
     """Return the memory changes of every pass of every device's row, by name."""
     row_of, microbatches, allocated, changes_at_end, workspaces = [0], [], [], [], []
-    column_of = {name: column for column, name in enumerate(names) if name in HELD}
-    plain = len(names)
+    column_of: dict[Amount | None, int] = {
+        amount: column for column, amount in enumerate(scaled) if amount in HELD
+    }
+    plain = len(scaled)
     for row in schedule.order:
         for work in row:
-            kind = work.kind
-            amounts = costs.held(kind)
+            kind, stage_costs = work.kind, costs.stages[work.stage]
+            memory = stage_costs.memory(kind)
             start, end = [0.0] * (plain + 1), [0.0] * (plain + 1)
-            for amount, name, sign, row_amounts in (
-                (amounts[0], kind.takes, 1.0, start),
-                (amounts[1], kind.keeps, 1.0, end),
-                (amounts[2], kind.frees, -1.0, end),
+            for value, amount, sign, row_amounts in (
+                (memory[0], kind.allocated, 1.0, start),
+                (memory[1], kind.retained, 1.0, end),
+                (memory[2], kind.freed, -1.0, end),
             ):
-                row_amounts[column_of.get(name, plain)] += sign * amount[work.stage]
+                row_amounts[column_of.get(amount, plain)] += sign * value
             microbatches.append(work.microbatch)
             allocated.append(start)
             changes_at_end.append(end)
-            workspaces.append(costs.works(kind)[work.stage])
+            workspaces.append(stage_costs.workspace(kind))
         row_of.append(len(microbatches))
     fixed = costs.fixed_bytes(schedule.placement, schedule.num_devices)
     return (

@@ -2,7 +2,8 @@
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.pieces import Piece, regroup, with_ends
+from megatron_vshape.core.model.pieces import regroup, with_ends
+from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.core.request import AUTO, PlanRequest, StageCostFunction
 from megatron_vshape.playground.request import MOST_CHUNKS, CostChoice, FieldError
 from megatron_vshape.view.numbers import base_peak
@@ -77,5 +78,5 @@ class Pricing:
         costs = Costs.uniform(
             num_devices, num_stages, choice.forward, choice.backward, choice.weight, choice.send
         )
-        ends = (Piece(f, b, w, 0.0, 0.0) for f, b, w in (choice.embedding, choice.head))
+        ends = (StageCosts.of(*times) for times in (choice.embedding, choice.head))
         return with_ends(costs, *ends)

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.files import COUNTED, MEASURED
-from megatron_vshape.core.model.kinds import HELD, PARTS, WORKS, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import HELD, TIMES, WORKSPACES, Kind, ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.rehearsal.gpus import Gpu
@@ -91,13 +91,13 @@ def counted_costs(
         none = (0.0,) * len(stage_reports)
         messages = {Kind.F: received, Kind.W: none}.get(kind, received[::-1])
         allocated = activation_bytes if kind is Kind.F else none
-        amounts[kind.works] = tuple(
+        amounts[str(kind.workspace)] = tuple(
             max(0.0, float(report.meanwhile_bytes) + message_bytes - allocated_bytes)
             for report, message_bytes, allocated_bytes in zip(
                 stage_reports, messages, allocated, strict=True
             )
         )
-    costs = Costs(
+    costs = Costs.of(
         **amounts,
         send_us=send_us(float(first.message_bytes), gpu, gpu_distance, rates),
         layers=tuple(reports[rank].chunk_layers[chunk] for rank, chunk in stages),
@@ -131,9 +131,9 @@ def with_measured(rank: RankReport, measured: Mapping[str, Any]) -> RankReport:
 def _with_measured_source(costs: Costs, ranks: Sequence[RankReport]) -> Costs:
     if ranks[0].measured is None:
         return costs
-    times = [kind.time for kind in (*PARTS, Kind.BW)]
-    names = [*times, *((*HELD, *WORKS) if ranks[0].memory_measured else ())]
-    return costs.with_source(f"{MEASURED} on {ranks[0].measured}", *names)
+    memory = (*HELD, *WORKSPACES) if ranks[0].memory_measured else ()
+    source = f"{MEASURED} on {ranks[0].measured}"
+    return costs.with_source(source, *TIMES, Kind.BW.time, *memory)
 
 
 def pass_times(
@@ -162,11 +162,11 @@ def pass_times(
 def _times_by_name(passes: Mapping[Kind, Sequence[PassReport]]) -> dict[str, Any]:
     amounts: dict[str, Any] = {}
     for kind, reports in passes.items():
-        amounts[kind.time] = tuple(
+        amounts[str(kind.time)] = tuple(
             max(1.0, 1e6 * (report.seconds - report.waited_seconds)) for report in reports
         )
-        if kind.exchange and any(report.waited_seconds for report in reports):
-            amounts[kind.exchange] = tuple(1e6 * report.waited_seconds for report in reports)
+        if kind.collective and any(report.waited_seconds for report in reports):
+            amounts[str(kind.collective)] = tuple(1e6 * report.waited_seconds for report in reports)
     return amounts
 
 

@@ -22,10 +22,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_vshape.core.model.amounts import STATE_BYTES
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import WORKS, ScheduleError
-from megatron_vshape.core.model.pieces import Piece, Pieces, Share, pieces_from_costs
+from megatron_vshape.core.model.kinds import WORKSPACES, Kind, ScheduleError
+from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.core.model.stage_costs import Share, StageCosts
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout import sizes as layer_sizes
 from megatron_vshape.rehearsal import sources
@@ -229,7 +231,7 @@ class CountedCosts:
     state_bytes_per_parameter: float = 18.0  # of weights, gradients and optimizer on a rank
     communicators: int = 0  # of a rank
     message_bytes: float = 0.0  # of P2P
-    dense: Piece | None = None  # a dense layer of a model with experts
+    dense: StageCosts | None = None  # a dense layer of a model with experts
 
     def after_us(self, costs: Costs, placement: Placement) -> float:
         """Estimate the time after the passes: gradient reduction, optimizer, parameter gathering.
@@ -302,13 +304,13 @@ def _with_equal_layers(ranks: Ranks, gpu: Gpu, sizes: Sizes, rates: Rates | None
 
 def _dense_layer(
     first: RankReport, rank: RankReport, costs: Costs, gpu: Gpu, rates: Rates | None
-) -> Piece:
+) -> StageCosts:
     """Return a layer of a rank with dense ones, in a run whose other layers have these costs."""
     dense_costs = counted_costs((first, replace(rank, stage=1)), gpu, PIPELINE, PIPELINE, rates)
-    layer = pieces_from_costs(dense_costs)[1]
+    layer = dense_costs.stages[1].as_part()
     # Dummy gradients and workspaces for the sizes of its weights, beyond those of other layers.
     extra_bytes = max(0.0, always_bytes(rank) - costs.device_bytes)
-    return replace(layer, **{name: getattr(layer, name) + extra_bytes for name in WORKS})
+    return layer.changed({amount: layer[amount] + extra_bytes for amount in WORKSPACES})
 
 
 def with_layer_kinds(costs: CountedCosts, command: Command, world: int) -> CountedCosts:
@@ -331,7 +333,7 @@ def with_layer_kinds(costs: CountedCosts, command: Command, world: int) -> Count
     symbols = hybrid.without_stages(command.pattern.partition(hybrid.BEGINS_MTP)[0])
     of_symbol = dict(zip(symbols, shares, strict=True))
     stage = Share.total([of_symbol[symbol] for symbol in _counted_symbols(command)])
-    layer = stage.inverse().of(costs.pieces.layer)
+    layer = costs.pieces.layer.scaled(stage.inverse())
     return replace(
         costs,
         pieces=replace(costs.pieces, layer=layer, shares=shares),
@@ -340,15 +342,14 @@ def with_layer_kinds(costs: CountedCosts, command: Command, world: int) -> Count
     )
 
 
-def _with_dense(pieces: Pieces, dense: Piece, option: layer_sizes.Options) -> Pieces:
+def _with_dense(pieces: Pieces, dense: StageCosts, option: layer_sizes.Options) -> Pieces:
     """Set the shares of dense layers; the workspace of the leading ones is in the first stage."""
-    names = "time_us", "held_after_forward_bytes", "state_bytes"
-    share = Share(*(getattr(dense, name) / getattr(pieces.layer, name) for name in names))
+    memory, state = (dense[a] / pieces.layer[a] for a in (Kind.F.allocated, STATE_BYTES))
+    share = Share(dense.total_us / pieces.layer.total_us, memory, state)
     layers = layer_sizes.layers_with_experts(option)
     first = pieces.first
     if not layers[0]:
-        works = {name: max(getattr(first, name), getattr(dense, name)) for name in WORKS}
-        first = replace(first, **works)
+        first = first.changed({a: max(first[a], dense[a]) for a in WORKSPACES})
     shares = tuple(Share(1.0, 1.0, 1.0) if has_experts else share for has_experts in layers)
     return replace(pieces, first=first, shares=shares)
 

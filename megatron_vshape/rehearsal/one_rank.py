@@ -160,9 +160,7 @@ class _Run:
         graphs = getattr(args, "cuda_graph_impl", "none") == "full_iteration"
         overlaps_experts = bool(getattr(args, "overlap_moe_expert_parallel_comm", False))
         overlaps_shards = bool(getattr(args, "tp_comm_overlap", False))
-        return Scale(
-            microbatches, traced, ranks, chunks, graphs, overlaps_experts, overlaps_shards
-        )
+        return Scale(microbatches, traced, ranks, chunks, graphs, overlaps_experts, overlaps_shards)
 
     def install(self) -> None:
         """Install the replacements and observers."""

@@ -94,7 +94,7 @@ def _costs(ranks: Sequence[Rank], placement: Placement, gpu: Gpu, gpu_distance: 
     stages = [(device, placement[:stage].count(device)) for stage, device in enumerate(placement)]
     times = pass_times(ranks, stages, max(placement) + 1, gpu)
     first = ranks[0]
-    return Costs(
+    return Costs.of(
         **times,
         held_after_forward_bytes=(1.0,) * len(stages),
         held_after_backward_bytes=(0.0,) * len(stages),

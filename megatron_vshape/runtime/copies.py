@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_vshape.core.model.costs import Costs, with_copies_of
 from megatron_vshape.core.model.files import MEASURED
-from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, FROM_HOST, RELEASE, TO_HOST
+from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, FROM_HOST, TO_HOST
 from megatron_vshape.runtime.program_runner import on_stream_of
 
 MOST_BYTES = 256 << 20
@@ -46,7 +46,7 @@ def costs_with_copies(costs: Costs, stages: Sequence[Copies], source: str) -> Co
     back_us = tuple(copies.back_beside_us for copies in stages)
     moved_bytes = tuple(float(copies.num_bytes) for copies in stages)
     costs = with_copies_of(costs, out_us, moved_bytes, back_us)
-    return costs.with_source(source, COPY_OUT.time, RELEASE.frees, COPY_BACK.time)
+    return costs.with_source(source, COPY_OUT.time, COPY_OUT.offloaded, COPY_BACK.time)
 
 
 def with_copies(costs: Costs, bytes_by_stage: Mapping[int, int], device: torch.device) -> Costs:

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_vshape.core.check.simulate import times_in
+from megatron_vshape.core.model.amounts import SAVED_US, Amount
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import KINDS, PROCESSOR, Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.pieces import Piece, costs_from_pieces
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
+from megatron_vshape.core.model.stage_costs import StageCosts, stages_of_parts
 from megatron_vshape.core.program.instructions import Message, Program, Send
 from megatron_vshape.runtime.program_runner import Carrier
 
@@ -232,26 +233,21 @@ def measured_costs(
     }
     stages = range(timelines[0].schedule.num_stages)
     share = _share_of_b(middle)
-    costs = costs_from_pieces(
-        [
-            Piece(
-                middle[Kind.F, stage],
-                *_divide(middle, stage, share),
-                *held[stage],
-                _saved(middle, stage),
-            )
-            for stage in stages
-        ],
-        send_us,
-        host_us=max(0.0, statistics.median(gaps)) if gaps else 0.0,
-    )
-    return costs.having(**dict(_shared_times(times, stages)))
+    parts = [
+        StageCosts.of(middle[Kind.F, stage], *_divide(middle, stage, share), *held[stage]).changed(
+            {SAVED_US: _saved(middle, stage)}
+        )
+        for stage in stages
+    ]
+    host_us = max(0.0, statistics.median(gaps)) if gaps else 0.0
+    costs = Costs(stages_of_parts(parts), send_us, host_us=host_us)
+    return costs.having(dict(_shared_times(times, stages)))
 
 
 def _shared_times(
     times: Mapping[tuple[Kind, int], Sequence[float]], stages: Sequence[int]
-) -> Iterator[tuple[str, tuple[float, ...]]]:
-    """Yield the times of passes without a stage, by name and for every stage.
+) -> Iterator[tuple[Amount, tuple[float, ...]]]:
+    """Yield the times of passes without a stage, for every stage.
 
     This is the median over a rank's passes, and the mean over ranks for stages of other ranks. A
     collective starts at this rank's part, so its minimum has the shortest wait for other ranks.

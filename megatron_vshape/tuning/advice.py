@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from operator import sub
 
 from megatron_vshape.core.budget import Budget
-from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.layers import AUTO_SPLIT, even_layers, even_with_ends
 from megatron_vshape.core.model.placement import Placement, looping, v_shape
 from megatron_vshape.core.plan import published_schedule
@@ -291,8 +291,8 @@ class Advice:
         All but the first are evaluated only if they may be clearly faster than the best so far.
         """
         pieces = self.predictor.pieces(config)
-        move_s = pieces.layer.held_after_forward_bytes / self.predictor.machine.gpu.host_rate
-        with_moves = pieces.with_copies(1e6 * move_s / pieces.layer.forward_us)
+        move_s = pieces.layer[Kind.F.allocated] / self.predictor.machine.gpu.host_rate
+        with_moves = pieces.with_copies(1e6 * move_s / pieces.layer[Kind.F.time])
         predictions: list[Prediction] = []
         mean_busy_s = self._mean_busy_s(config)
         for costs, least_s in ((pieces, 0.0), (with_moves, mean_busy_s)):

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_vshape.core.model.pieces import Piece, Share
+from megatron_vshape.core.model.amounts import DUMMY_BYTES, STATE_BYTES
+from megatron_vshape.core.model.stage_costs import Share, StageCosts
 from megatron_vshape.core.plan import published_schedule
 from megatron_vshape.rehearsal import accuracy
 from megatron_vshape.rehearsal.flags import Command
@@ -118,11 +119,11 @@ def _predict(predictor: Predictor, config: Configuration) -> Prediction:
     stride = config.tensor_parallel * config.expert_parallel
     ranks = config.num_devices // stride
 
-    def sharded(piece: Piece, number: float) -> Piece:
+    def sharded(piece: StageCosts, number: float) -> StageCosts:
         # Not sharded: inputs that recomputed experts keep, and workspaces of the last stage.
-        unsharded_state = max(0.0, piece.state_bytes - number * counted.state_bytes_per_parameter)
+        unsharded_state = max(0.0, piece[STATE_BYTES] - number * counted.state_bytes_per_parameter)
         state = number * _SHARDED_BYTES / ranks + unsharded_state
-        return replace(piece, state_bytes=state, dummy_bytes=0.0)
+        return piece.changed({STATE_BYTES: state, DUMMY_BYTES: 0.0})
 
     layers = [share.state for share in pieces.shares] or [1.0] * predictor.subject.layers
     parameters = [

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.model.amounts import STATE_BYTES
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import even_layers
@@ -276,7 +277,7 @@ class Predictor:
         pieces = self.pieces(config)
         layers = layers or layers_of_stages(config, self.subject, placement)
         # With vocabulary parallelism, embedding and output layer are sharded over all ranks.
-        if pieces.others:
+        if pieces.of_device.amounts:
             return pieces.costs(tuple(layers))
         costs = self.with_embeddings(pieces, placement).costs(tuple(layers))
         return self.machine.copied(costs) if config.schedule == ADAPTIVE else costs
@@ -286,8 +287,8 @@ class Predictor:
         # In a V, the device of the last stage has the embedding anyway.
         if placement[0] == placement[-1] or not self.subject.copies_embedding:
             return pieces
-        state_bytes = pieces.last.state_bytes + pieces.first.state_bytes
-        return replace(pieces, last=replace(pieces.last, state_bytes=state_bytes))
+        state_bytes = pieces.last[STATE_BYTES] + pieces.first[STATE_BYTES]
+        return replace(pieces, last=pieces.last.changed({STATE_BYTES: state_bytes}))
 
     def evaluated(
         self,

@@ -13,6 +13,7 @@ from megatron_vshape.core.check.simulate import (
     peak_moved,
     simulate,
 )
+from megatron_vshape.core.model.amounts import STATE_BYTES
 from megatron_vshape.core.model.costs import Costs, chunk_of
 from megatron_vshape.core.model.kinds import FROM_HOST, MOVING_NAME, PROCESSOR, TO_HOST
 from megatron_vshape.core.model.pieces import regroup
@@ -74,7 +75,7 @@ def base_peak(num_devices: int, costs: Costs | None = None) -> float:
 
 def peak_lines(schedule: Schedule, costs: Costs) -> list[str]:
     """Format the peak memory of each rank; empty if the costs do not include all memory."""
-    if costs.state_bytes is None:
+    if STATE_BYTES not in costs.by_stage:
         return []
     peaks, states = (
         " ".join(fixed(value / GIB) for value in values)
@@ -255,7 +256,7 @@ def held_steps(timeline: Timeline, costs: Costs, device: int) -> list[tuple[floa
             break
         # Between two passes, the memory is that of the next pass without its new allocations.
         work = slots[index + 1].work
-        allocated = costs.changes(work.kind)[0][work.stage] + costs.works(work.kind)[work.stage]
+        allocated = costs.changes(work.kind)[0][work.stage] + costs.workspace(work.kind)[work.stage]
         step(slot.end, memory_during[index + 1] - allocated)
     return steps
 

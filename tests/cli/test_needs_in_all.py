@@ -17,7 +17,7 @@ GIB = 2**30
 def costs(devices: int = 4) -> Costs:
     """Return costs whose first and last stages need more memory for states and the loss."""
     stages = 2 * devices
-    stage_costs = Costs(
+    stage_costs = Costs.of(
         *((1000.0,) * stages,) * 3,
         50.0,
         (4.0 * GIB,) * (stages - 1) + (8.0 * GIB,),

@@ -18,8 +18,9 @@ from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, with_copies
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
-from megatron_vshape.core.model.pieces import Piece, Pieces
+from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.model.schedule import load_schedule
+from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner.vocabulary import is_shared, shared_pieces
@@ -209,7 +210,10 @@ def test_plan_with_vocabulary_parallelism(
 def test_vocabulary_parallelism_from_a_costs_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    layer, embedding = Piece(100.0, 115.0, 85.0, 2.0**26, 2.0**26), Piece(5.0, 5, 5, 2.0**20, 0)
+    layer, embedding = (
+        StageCosts.of(100.0, 115.0, 85.0, 2.0**26, 2.0**26),
+        StageCosts.of(5.0, 5, 5, 2.0**20, 0),
+    )
     pieces = Pieces(layer, embedding, layer.times(3), 5.0)
     path, shared = tmp_path / "costs.json", tmp_path / "shared.json"
     path.write_text(pieces.costs((2,) * 8).to_json())
@@ -260,7 +264,7 @@ def test_host_memory_may_have_a_limit(tmp_path: Path, capsys: pytest.CaptureFixt
     path = tmp_path / "costs.json"
     costs = Costs.uniform(2, 4, 1.0, 1.15, 0.85, 0.05)
     memory = {"held_after_forward_bytes": (GIB,) * 4, "held_after_backward_bytes": (GIB,) * 4}
-    path.write_text(with_copies(replace(costs, **memory), 0.5).to_json())
+    path.write_text(with_copies(costs.having(**memory), 0.5).to_json())
     sizes = ["plan", "--devices", "2", "--microbatches", "8", "--chunks", "2"]
     costs_file = ["--costs", str(path)]
     for limit, options, max_offloaded in (
@@ -304,7 +308,7 @@ def test_the_frontier_is_a_picture_and_a_table(
 def test_frontier_table_names_its_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     memory = (2.0**30,) * 4
-    costs = Costs((1e6,) * 4, (1e6,) * 4, (1e6,) * 4, 0.0, memory, memory)
+    costs = Costs.of((1e6,) * 4, (1e6,) * 4, (1e6,) * 4, 0.0, memory, memory)
     (tmp_path / "costs.json").write_text(costs.to_json())
     size = ["--devices", "2", "--microbatches", "4", "--chunks", "2"]
     written = ["--costs", str(tmp_path / "costs.json"), "--frontier", str(tmp_path / "f.svg")]
@@ -353,7 +357,7 @@ def test_a_limit_in_gib_is_of_the_costs_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gib = 2.0**30
-    costs = Costs((1000.0,) * 8, (1150.0,) * 8, (850.0,) * 8, 50.0, (gib,) * 8, (gib,) * 8)
+    costs = Costs.of((1000.0,) * 8, (1150.0,) * 8, (850.0,) * 8, 50.0, (gib,) * 8, (gib,) * 8)
     path = tmp_path / "costs.json"
     path.write_text(costs.to_json())
     assert main(["plan", *SIZE, "--costs", str(path), "--memory-limit", "6GiB"]) == 0
@@ -364,7 +368,7 @@ def test_reported_minimum_limit_is_sufficient(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     memory = (2_345_678_901.0, *(1e9,) * 7)
-    costs = Costs((1000.0,) * 8, (1150.0,) * 8, (850.0,) * 8, 50.0, memory, memory)
+    costs = Costs.of((1000.0,) * 8, (1150.0,) * 8, (850.0,) * 8, 50.0, memory, memory)
     path = tmp_path / "costs.json"
     path.write_text(costs.to_json())
     arguments = ["plan", *SIZE, "--costs", str(path), "--memory-limit"]

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -29,7 +30,7 @@ def _in_tmp_path(monkeypatch, tmp_path):
 @pytest.fixture
 def costs_file(tmp_path):
     """Costs of eight stages in us and bytes; the last one has the output layer's."""
-    costs = Costs(
+    costs = Costs.of(
         (1000.0,) * 7 + (1300.0,),
         (1100.0,) * 8,
         (900.0,) * 8,
@@ -106,7 +107,9 @@ def test_torch_export_prints_its_settings(capsys, tmp_path):
     output = printed(capsys, "v-half", *SIZE, "--export", "v.csv", "--format", "torch")
     assert (tmp_path / "v.csv").read_text() == to_torch_csv(make("v-half", 4, 8))
     settings = output.split("wrote v.csv\n\n")[1].replace(" \\\n   ", "")
-    assert settings == """\
+    assert (
+        settings
+        == """\
 settings for this file (microbatch size 1; for size N, N times the batch size)
   torchtitan: --training.local_batch_size 8 --parallelism.pipeline_parallel_microbatch_size 1 \
 --parallelism.pipeline_parallel_degree 4 --parallelism.pipeline_parallel_schedule ZBVZeroBubble \
@@ -116,6 +119,7 @@ settings for this file (microbatch size 1; for size N, N times the batch size)
 --distributed.pipeline.pp_schedule ZBVZeroBubble --distributed.pipeline.pp_schedule_csv v.csv
   torch: n_microbatches=8; stages of rank 0: 0, 7; rank 1: 1, 6; rank 2: 2, 5; rank 3: 3, 4
 """
+    )
     copy = printed(capsys, "v.csv")
     assert copy.split("\n")[1:-1] == output.split("wrote v.csv")[0].split("\n")[1:-1]
 
@@ -199,9 +203,9 @@ def test_measured_costs_are_shown_in_their_units(capsys, costs_file):
 
 def test_layers_that_are_distributed_again_are_printed(capsys, tmp_path):
     """8 stages become 16: the costs of the file, for 8 x 2 layers, are for another split."""
-    costs = Costs((1.0,) * 8, (1.0,) * 8, (1.0,) * 8, 0.0, (1.0,) * 8, (0.0,) * 8)
-    (tmp_path / "even.json").write_text(costs.having(layers=(2,) * 8).to_json())
-    uneven = costs.having(layers=(1, *(2,) * 6, 1))
+    costs = Costs.of((1.0,) * 8, (1.0,) * 8, (1.0,) * 8, 0.0, (1.0,) * 8, (0.0,) * 8)
+    (tmp_path / "even.json").write_text(replace(costs, layers=(2,) * 8).to_json())
+    uneven = replace(costs, layers=(1, *(2,) * 6, 1))
     (tmp_path / "uneven.json").write_text(uneven.to_json())
     size = ["--devices", "8", "--microbatches", "8"]
     out = printed(capsys, "v-half", *size, "--costs", "uneven.json")
@@ -210,7 +214,7 @@ def test_layers_that_are_distributed_again_are_printed(capsys, tmp_path):
 
 
 def test_long_times_have_one_form(capsys, tmp_path):
-    slow = Costs((1e6,) * 8, (1e6,) * 8, (1e6,) * 8, 0.0, (2.0**44,) * 8, (0.0,) * 8)
+    slow = Costs.of((1e6,) * 8, (1e6,) * 8, (1e6,) * 8, 0.0, (2.0**44,) * 8, (0.0,) * 8)
     (tmp_path / "slow.json").write_text(slow.to_json())
     out = printed(capsys, "v-half", *SIZE, "--costs", "slow.json")
     assert out.startswith("v-half, 4 ranks, 8 microbatches\n")
@@ -326,7 +330,7 @@ def test_bad_input_is_one_sentence_and_no_file(capsys, tmp_path, arguments, text
     (tmp_path / "good.json").write_text(make("1f1b", 1, 1).to_json())
     (tmp_path / "sliced.json").write_text(make("1f1b", 2, 4, slices=2).to_json())
     three = (1.0,) * 3
-    (tmp_path / "three.json").write_text(Costs(three, three, three, 0.0, three, three).to_json())
+    (tmp_path / "three.json").write_text(Costs.of(three, three, three, 0.0, three, three).to_json())
     (tmp_path / "folder.json").mkdir()
     files = sorted(tmp_path.iterdir())
     assert text in refused(capsys, *arguments)

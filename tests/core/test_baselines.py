@@ -10,9 +10,10 @@ from megatron_vshape.core.check.bounds import min_memory
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.pieces import Piece, Pieces, recut
+from megatron_vshape.core.model.pieces import Pieces, recut
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make
 from megatron_vshape.core.plan import compare_baselines, plan_request
 from megatron_vshape.core.request import AUTO, BaselineSpec, PlanRequest, evaluate_named
@@ -58,7 +59,7 @@ def random_cells(count: int, max_devices: int, max_chunks: int) -> Iterator[Cell
         d = rng.randint(2, max_devices)
         times = [rng.uniform(0.5, 2.0) * 2 * d for _ in range(3)]
         memory = 2.0 * d
-        layer = Piece(*times, memory, memory * rng.choice((1, rng.uniform(0.3, 1))))
+        layer = StageCosts.of(*times, memory, memory * rng.choice((1, rng.uniform(0.3, 1))))
         nothing = layer.times(0)
         ends = [nothing, nothing]
         if rng.random() < 0.5:  # unequal stages: an embedding and a head
@@ -138,7 +139,7 @@ def test_plan_allocates_no_memory_without_benefit() -> None:
 def test_megatron_1f1b_is_recommended_when_fastest() -> None:
     """A full backward is as fast as B alone, and the stages cannot be split."""
     costs = Costs.uniform(4, 4, 1, 1.2, 0.8, 0.05)
-    costly = replace(costs, whole_backward_us=costs.backward_us)
+    costly = costs.having(whole_backward_us=costs.backward_us)
     result = plan_request(PlanRequest(AUTO, 4, 8, costly, limit="1f1b"))
     assert result.is_megatrons
     assert result.baseline == BaselineSpec("1f1b")
@@ -172,7 +173,7 @@ def test_schedule_name_as_limit_means_its_peak(name: str) -> None:
 def test_default_limit_is_peak_of_1f1b() -> None:
     """The peak includes the logits of the last stage once, not once per warm-up microbatch."""
     memory = (1.0,) * 7 + (9.0,)
-    costs = Costs((1.0,) * 8, (1.2,) * 8, (0.8,) * 8, 0.05, memory, memory)
+    costs = Costs.of((1.0,) * 8, (1.2,) * 8, (0.8,) * 8, 0.05, memory, memory)
     result = plan_request(PlanRequest(AUTO, 4, 8, costs, steps=2000))
     assert result.limits == (10.0,) * 4
     schedule = make("1f1b", 4, 8)
@@ -189,7 +190,7 @@ def test_wrong_chunk_count_in_schedule_name_is_rejected(text: str) -> None:
 
 
 def test_layers_are_redistributed_for_another_stage_count() -> None:
-    layer = Piece(10.0, 12.0, 8.0, 4.0, 3.0)
+    layer = StageCosts.of(10.0, 12.0, 8.0, 4.0, 3.0)
     pieces = Pieces(layer, layer.times(0.1), layer.times(0.5), 1.0)
     costs = pieces.costs((3,) * 8)
     finer = recut(costs, 12, 4, "a plan")

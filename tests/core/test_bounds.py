@@ -1,7 +1,5 @@
 """Lower bounds are never above an optimum, and tight for known optima."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,7 +35,7 @@ def random_schedules(draw: st.DrawFn) -> tuple[Schedule, Costs]:
     times = [0.5, 1.0, 1.15, 3.7] if draw(st.booleans()) else [1.0]
     retained = tuple(rng.choice([1.0, 2.07] if len(times) > 1 else [1.0]) for _ in placement)
     retained_share = rng.choice([0.0, 0.4, 1.0, 1.2])
-    costs = Costs(
+    costs = Costs.of(
         *(tuple(rng.choice(times) for _ in placement) for _ in PARTS),
         rng.choice([0.0, 0.4]),
         retained,
@@ -90,7 +88,7 @@ def test_no_published_schedule_beats_the_bound_at_its_memory(
         costs = Costs.uniform(devices, schedule.num_stages, *cost)
         for retained_share in (0.0, 0.5, 1.2, 10.0):
             retained = tuple(retained_share * amount for amount in costs.held_after_forward_bytes)
-            check_bound(schedule, replace(costs, held_after_backward_bytes=retained))
+            check_bound(schedule, costs.having(held_after_backward_bytes=retained))
 
 
 def test_bound_of_looping_placement_at_v_half_memory_is_exact() -> None:

@@ -109,7 +109,7 @@ def test_unequal_stages_and_limits(data: st.DataObject) -> None:
         value = st.floats(minimum, 4).map(lambda number: round(number, 2))
         return tuple(data.draw(st.lists(value, min_size=stages, max_size=stages)))
 
-    costs = Costs(values(0.2), values(0.2), values(0.2), 0.1, values(0), values(0))
+    costs = Costs.of(values(0.2), values(0.2), values(0.2), 0.1, values(0), values(0))
     minimum_limits = min_memory(costs, v_shape(devices), devices)
     limits = [value * data.draw(st.floats(1, 3)) for value in minimum_limits]
     orders = find_steady_orders(costs, v_shape(devices), devices, limits, 2_000)

@@ -31,10 +31,8 @@ F0.0,F0.1,F0.2&BW0.0,F0.3&BW0.1,BW0.2,BW0.3
 F1.0,F1.1&BW1.0,F1.2&BW1.1,F1.3&B1.2,W1.2,BW1.3
 """
 
-COSTS = replace(
-    Costs.uniform(2, 2, 0.3, 0.3, 0.3),
-    forward_exchange_us=(0.8, 0.8),
-    backward_exchange_us=(0.8, 0.8),
+COSTS = Costs.uniform(2, 2, 0.3, 0.3, 0.3).having(
+    forward_exchange_us=(0.8, 0.8), backward_exchange_us=(0.8, 0.8)
 )
 
 

@@ -12,7 +12,8 @@ from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.pieces import Piece, Pieces
+from megatron_vshape.core.model.pieces import Pieces
+from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.plan import frontier, plan_request, published_points
 from megatron_vshape.core.planner import search
@@ -166,7 +167,7 @@ def test_search_stops_near_its_bound(
         return search_one(request, budget)
 
     monkeypatch.setattr(planning, "_search", counted)
-    layer = Piece(1.0, 1.0, 1.0, 1.0, 0.5)
+    layer = StageCosts.of(1.0, 1.0, 1.0, 1.0, 0.5)
     pieces = Pieces(layer, layer.times(0), layer.times(0), 0.0)
     start, costs = time.monotonic(), pieces.costs((1,) * 8)
     request = PlanRequest(AUTO, 4, 64, costs, 1e9, layers=(pieces, 8), seconds=60)

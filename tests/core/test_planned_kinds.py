@@ -7,7 +7,15 @@ import pytest
 
 from megatron_vshape.core.model import kinds
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import OFFLOAD, PARTS, PROCESSOR, Kind, NeedTable, Read
+from megatron_vshape.core.model.kinds import (
+    COPY_OUT,
+    OFFLOAD,
+    PARTS,
+    PROCESSOR,
+    Kind,
+    NeedTable,
+    Read,
+)
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Objective
 from megatron_vshape.core.planner import improve, job_shop
@@ -23,16 +31,16 @@ def costs_of(copy_us: float, part: float = 0.6, devices: int = DEVICES) -> Costs
     def per_stage(value: float) -> tuple[float, ...]:
         return (value,) * stages
 
-    copies = (("copy_out_us", per_stage(copy_us)), ("copy_back_us", per_stage(copy_us)))
-    extra_costs = (*copies, ("offloaded_bytes", per_stage(part)))
-    return Costs(
+    return Costs.of(
         per_stage(1),
         per_stage(1.15),
         per_stage(0.85),
         0.05,
         per_stage(1),
         per_stage(1),
-        others=extra_costs,
+        copy_out_us=per_stage(copy_us),
+        copy_back_us=per_stage(copy_us),
+        offloaded_bytes=per_stage(part),
     )
 
 
@@ -60,13 +68,15 @@ def test_queues_of_a_device_share_one_row() -> None:
 def checking() -> Iterator[tuple[Kind, ...]]:
     """Return F, B, W, offload kinds, and a kind that reads two devices and needs workspace."""
     kind = kinds.define(
-        "X",
-        label="check",
-        method="check",
-        reads=[Read("F", +1), Read("F", -1), Read("D")],
-        time="copy_out_us",
-        takes="offloaded_bytes",
-        frees="offloaded_bytes",
+        Kind(
+            "X",
+            label="check",
+            method="check",
+            reads=(Read("F", +1), Read("F", -1), Read("D")),
+            time=COPY_OUT.time,
+            allocated=COPY_OUT.offloaded,
+            freed=COPY_OUT.offloaded,
+        )
     )
     try:
         yield (*PARTS, *OFFLOAD, kind)

@@ -12,33 +12,31 @@ from megatron_vshape.core.check.bounds import in_passes, lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.fusing import fuse_backwards, make_wait_graph, run_step
+from megatron_vshape.core.model.amounts import DUMMY_BYTES, HIDDEN_EXCHANGE_US, STATE_BYTES
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import (
+    COPY_OUT,
     FROM_HOST,
-    HELD,
     KINDS,
-    KNOWN_ALONE,
+    LOGITS,
     OFFLOAD,
     PARTS,
     PROCESSOR,
-    TIMES,
     TO_HOST,
     Kind,
     ScheduleError,
-    amount_names,
+    amounts_of,
 )
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.pieces import (
-    Piece,
+    NOTHING,
     Pieces,
-    costs_from_pieces,
-    pieces_from_costs,
     recut,
     regroup,
     with_ends,
-    with_pieces,
 )
 from megatron_vshape.core.model.schedule import Objective, Schedule
+from megatron_vshape.core.model.stage_costs import StageCosts, stages_of_parts
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.plan import full_backward_saving, plan_request
 from megatron_vshape.core.planner.search import plan
@@ -52,13 +50,13 @@ EXCHANGES = {"forward_exchange_us": (0.5,) * 4, "backward_exchange_us": (0.25,) 
 def with_full_backward_saving(costs: Costs, share: float) -> Costs:
     """Return the costs with full backwards that save this share of B + W."""
     split = zip(costs.backward_us, costs.weight_us, strict=True)
-    return replace(costs, whole_backward_us=tuple((1 - share) * (b + w) for b, w in split))
+    return costs.having(whole_backward_us=[(1 - share) * (b + w) for b, w in split])
 
 
 def test_pass_time_includes_compute_collective_and_host() -> None:
-    costs = replace(Costs.uniform(2, 4, 1, 2, 3, 0.0, 0.125), **EXCHANGES)
+    costs = Costs.uniform(2, 4, 1, 2, 3, 0.0, 0.125).having(**EXCHANGES)
     assert [costs.time_us(kind, 1) for kind in (*PARTS, Kind.BW)] == [1.625, 2.375, 3.125, 5.375]
-    hidden = replace(costs, whole_exchange_us=(0.0,) * 4, whole_backward_us=(4.0,) * 4)
+    hidden = costs.having(whole_exchange_us=(0.0,) * 4, whole_backward_us=(4.0,) * 4)
     assert hidden.time_us(Kind.BW, 1) == 4.125
     assert [in_passes(hidden).time_us(kind, 1) for kind in (*PARTS, Kind.BW)] == [
         1.625,
@@ -72,10 +70,10 @@ def test_pass_time_includes_compute_collective_and_host() -> None:
 
 
 def test_half_stages_have_half_the_compute_and_full_host_time() -> None:
-    costs = replace(Costs.uniform(2, 8, *REAL, 0.125), forward_exchange_us=(0.5,) * 8)
+    costs = Costs.uniform(2, 8, *REAL, 0.125).having(forward_exchange_us=(0.5,) * 8)
     coarse = regroup(costs, 4, "a V")
     assert coarse.time_us(Kind.F, 0) == 2 * costs.time_us(Kind.F, 0) - 0.125
-    assert coarse.forward_exchange_us == (1.0,) * 4
+    assert coarse.by_stage.get(Kind.F.collective) == (1.0,) * 4
     assert (coarse.host_us, coarse.send_us) == (0.125, 0.05)
     assert Costs.uniform(2, 4, *REAL, 0.125).forward_us == coarse.forward_us
     two_chunks, four_chunks = (
@@ -92,10 +90,11 @@ def test_files_round_trip_overheads_and_sources() -> None:
     optional = ("host", "exchange", "whole", "layers", "sources")
     assert not any(name in plain.to_json() for name in optional)
     sources = (("forward_us", "measured on one GPU"), ("send_us", "assumed: 50 GB/s"))
-    costs = replace(plain, host_us=3.0, sources=sources, **EXCHANGES)
+    costs = replace(plain.having(**EXCHANGES), host_us=3.0, sources=sources)
     assert Costs.from_json(costs.to_json()) == costs
-    assert costs_from_pieces(pieces_from_costs(costs), 0.05, None, 3.0, sources) == costs
-    layer = Piece(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.5, 0.25, 0.25)
+    assert stages_of_parts([stage.as_part() for stage in costs.stages]) == costs.stages
+    collectives = {Kind.F.collective: 0.5, Kind.B.collective: 0.25, HIDDEN_EXCHANGE_US: 0.25}
+    layer = StageCosts.of(1.0, 1.0, 1.0, 1.0, 0.0).changed(collectives)
     pieces = Pieces(layer, layer.times(0.0), layer.times(0.0), 0.0, 0.125)
     stage_costs = pieces.costs((2, 1))
     assert stage_costs.time_us(Kind.F, 0) == 2 * 1.5 + 0.125
@@ -117,10 +116,8 @@ def test_offload_and_reload_run_concurrently() -> None:
 def test_bounds_hold_with_overheads(name: str) -> None:
     schedule = make(name, 4, 8)
     stages = schedule.num_stages
-    costs = replace(
-        Costs.uniform(4, stages, *REAL, 0.2),
-        backward_exchange_us=(0.4,) * stages,
-        whole_exchange_us=(0.0,) * stages,
+    costs = Costs.uniform(4, stages, *REAL, 0.2).having(
+        backward_exchange_us=(0.4,) * stages, whole_exchange_us=(0.0,) * stages
     )
     limits = peak_held(schedule, costs)
     bound = lower_bound(costs, schedule.placement, 4, 8, limits)
@@ -143,9 +140,9 @@ def test_fusing_uses_the_times_of_the_simulation(name: str, objective: Objective
         schedule = replace(schedule, order=tuple(map(tuple, rows)))
     stages = schedule.num_stages
     costs = Costs.uniform(4, stages, *REAL, 0.2, kinds=schedule.kinds)
-    costs = replace(costs, host_us=0.1, forward_us=tuple(1 + 0.1 * s for s in range(stages)))
+    costs = replace(costs, host_us=0.1).having(forward_us=[1 + 0.1 * s for s in range(stages)])
     if name == "by microbatch":
-        costs = replace(costs, by_microbatch=(("forward_us", tuple(1 + j % 3 for j in range(8))),))
+        costs = replace(costs, by_microbatch=((Kind.F.time, tuple(1 + j % 3 for j in range(8))),))
     passes = [work for queue in schedule.queues() for work in queue.passes]
     graph, merged = make_wait_graph(schedule, passes, costs)
     expected = objective.of(simulate(schedule, costs))
@@ -168,8 +165,8 @@ def random_cell(seed: int) -> tuple[Costs, int, int, float]:
         costs = replace(costs, host_us=rng.uniform(0.01, 0.4))
     if seed % 2:
         exchange = (rng.uniform(0.05, 0.4),) * (2 * devices)
-        costs = replace(
-            costs, backward_exchange_us=exchange, whole_exchange_us=(0.0,) * (2 * devices)
+        costs = costs.having(
+            backward_exchange_us=exchange, whole_exchange_us=(0.0,) * (2 * devices)
         )
     return costs, devices, microbatches, rng.uniform(devices + 2, 2 * devices)
 
@@ -196,20 +193,19 @@ def test_plan_is_not_slower_than_all_split_or_all_full_backwards(seed: int) -> N
 def complete_costs(num_stages: int) -> Costs:
     """Return costs with all fields set."""
     forward_us = tuple(1.0 + 0.125 * stage for stage in range(num_stages))
-    times = {name: forward_us for name in amount_names(KINDS) if name.endswith("_us")}
-    memory = {name: forward_us for name in amount_names(KINDS) if not name.endswith("_us")}
-    full_backward = {"whole_exchange_us": tuple(0.5 * us for us in forward_us)}
-    full_backward["whole_backward_us"] = tuple(1.75 * us for us in forward_us)
-    return Costs.uniform(num_stages, num_stages, send=0.25, host=0.125).having(
-        **times | memory | full_backward,
+    full_backward = {Kind.BW.collective: [0.5 * us for us in forward_us]}
+    full_backward[Kind.BW.time] = [1.75 * us for us in forward_us]
+    costs = Costs.uniform(num_stages, num_stages, send=0.25, host=0.125)
+    return replace(
+        costs.having(dict.fromkeys(amounts_of(KINDS), forward_us) | full_backward),
         layers=(2,) * num_stages,
         sources=(("send_us", "measured here"),),
-        by_microbatch=(("forward_us", (0.5, 1.0, 2.0)),),
+        by_microbatch=((Kind.F.time, (0.5, 1.0, 2.0)),),
         more_send_us=(0.5,) * (num_stages - 1),
     )
 
 
-FIRST, LAST = Piece(1, 2, 3, 4, 5), Piece(5, 4, 3, 2, 1)
+FIRST, LAST = StageCosts.of(1, 2, 3, 4, 5), StageCosts.of(5, 4, 3, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +213,7 @@ FIRST, LAST = Piece(1, 2, 3, 4, 5), Piece(5, 4, 3, 2, 1)
     [
         lambda costs: regroup(costs, 4, "it"),
         lambda costs: with_ends(costs, FIRST, LAST),
-        lambda costs: with_pieces(costs, pieces_from_costs(costs)),
+        lambda costs: with_ends(costs, NOTHING, NOTHING),
         lambda costs: Pieces.of(costs, costs.layers).costs((3, 1, 2, 2, 2, 2, 1, 3)),
         lambda costs: recut(costs, 16, 4, "it"),
         lambda costs: Costs.from_json(costs.to_json()),
@@ -228,20 +224,22 @@ FIRST, LAST = Piece(1, 2, 3, 4, 5), Piece(5, 4, 3, 2, 1)
 def test_conversions_keep_all_fields_of_costs(change: Callable[[Costs], Costs]) -> None:
     costs = complete_costs(8)
     converted = change(costs)
-    assert converted.lists().keys() == costs.lists().keys() == set(amount_names(KINDS))
+    assert converted.lists().keys() == costs.lists().keys() == set(map(str, amounts_of(KINDS)))
     for field in fields(Costs):
         assert bool(getattr(converted, field.name)) == bool(getattr(costs, field.name)), field.name
     for name in ("send_us", "host_us", "by_microbatch", "sources"):
         assert getattr(converted, name) == getattr(costs, name), name
 
 
-def test_costs_have_fields_for_amounts_of_f_b_and_w() -> None:
-    field_names = {*TIMES, *HELD, *KNOWN_ALONE}
-    assert field_names == {field.name for field in fields(Costs)} & set(amount_names(KINDS))
+def test_costs_have_amounts_of_all_kinds_of_passes() -> None:
+    assert set(amounts_of([])) == {amount for k in (*PARTS, Kind.BW) for amount in k.amounts} | {
+        STATE_BYTES,
+        DUMMY_BYTES,
+    }
     costs = Costs.uniform(2, 4)
     lookups = costs.having(logits_us=(1.0,) * 4, copy_out_us=(2.0,) * 4)
-    assert lookups.others == (("copy_out_us", (2.0,) * 4), ("logits_us", (1.0,) * 4))
-    assert lookups.having(logits_us=None, copy_out_us=None) == costs
+    assert [*lookups.others.items()] == [(COPY_OUT.time, (2.0,) * 4), (LOGITS.time, (1.0,) * 4)]
+    assert lookups.without([LOGITS.time, COPY_OUT.time]) == costs
     with pytest.raises(ScheduleError, match="no kind of pass has 'lookups_us'"):
         costs.having(lookups_us=(1.0,) * 4)
 
@@ -249,7 +247,7 @@ def test_costs_have_fields_for_amounts_of_f_b_and_w() -> None:
 def test_pass_time_by_microbatch() -> None:
     schedule = make("v-half", 2, 3)
     uniform = Costs.uniform(2, 4, send=0.25)
-    costs = replace(uniform, by_microbatch=(("forward_us", (0.5, 1.0, 2.0)),))
+    costs = replace(uniform, by_microbatch=((Kind.F.time, (0.5, 1.0, 2.0)),))
     timeline = simulate(schedule, costs)
     for device in range(2):
         for work, start, end in timeline.slots(device):
@@ -261,7 +259,7 @@ def test_pass_time_by_microbatch() -> None:
     with pytest.raises(ScheduleError, match="forward_us of 3 microbatches, the schedule has 4"):
         simulate(make("v-half", 2, 4), costs)
     with pytest.raises(ScheduleError, match="by_microbatch has 'send_us', which is no time of"):
-        replace(costs, by_microbatch=(("send_us", (1.0,)),))
+        Costs.of(*((1.0,),) * 3, 0.0, *((1.0,),) * 2, by_microbatch=[("send_us", (1.0,))])
 
 
 @pytest.mark.parametrize("objective", list(Objective))

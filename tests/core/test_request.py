@@ -94,7 +94,7 @@ def test_error_names_the_invalid_file(tmp_path: Path) -> None:
 
 def test_full_backward_fits_when_split_backward_does_not() -> None:
     """BW retains the memory of its F until it ends, even if B leaves more for its W."""
-    costs = Costs((1.0,) * 4, (1.0,) * 4, (2.0,) * 4, 0.0, (1.0,) * 4, (4.0,) * 4)
+    costs = Costs.of((1.0,) * 4, (1.0,) * 4, (2.0,) * 4, 0.0, (1.0,) * 4, (4.0,) * 4)
     result = plan_request(PlanRequest(AUTO, 2, 8, costs))
     assert result.limits == (4.0, 4.0)
     assert max(result.plan.peak) <= 4

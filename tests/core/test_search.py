@@ -2,7 +2,6 @@
 
 import math
 import pickle
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -61,7 +60,7 @@ def problems(draw: st.DrawFn) -> tuple[Costs, int, int, tuple[float, ...], Objec
     retained_share = draw(st.sampled_from([0.0, 0.4, 1.0, 1.2]))
     send = draw(st.sampled_from([0.0, 0.05, 0.4]))
     retained = tuple(retained_share * value for value in memory)
-    costs = Costs(per_stage(times), per_stage(times), per_stage(times), send, memory, retained)
+    costs = Costs.of(per_stage(times), per_stage(times), per_stage(times), send, memory, retained)
     placement = default_placements(devices, stages)[0]
     stage_costs = regroup(costs, len(placement), "the plan")
     min_limits = bounds.min_memory(stage_costs, placement, devices)
@@ -163,7 +162,7 @@ def test_error_names_the_minimum_over_placements() -> None:
         1.0,
         3.0,
     )  # Device 0 has both outer stages in a V, and one of them in a loop.
-    costs = replace(Costs.uniform(2, 4), held_after_forward_bytes=memory)
+    costs = Costs.uniform(2, 4).having(held_after_forward_bytes=memory)
     with pytest.raises(bounds.LimitError, match="the minimum limit for all ranks is 4") as error:
         plan(costs, 2, 4, 3.9)
     assert error.value.min_limit == 4
@@ -270,7 +269,7 @@ def test_placement_that_does_not_fit_is_skipped() -> None:
         4.0,
     )  # of the last stage: on the device of stage 0 in a V, but not in a loop
     memory = tuple(1.0 + extra_bytes for extra_bytes in head_bytes)
-    costs = replace(Costs.uniform(4, 8), held_after_forward_bytes=memory)
+    costs = Costs.uniform(4, 8).having(held_after_forward_bytes=memory)
     limits = (2.5, 2.5, 2.5, 6.5)
     result = plan(costs, 4, 6, limits, steps=STEPS)
     assert result.schedule.placement == looping(4, 2)

@@ -21,7 +21,7 @@ def nonuniform_costs(num_stages: int) -> Costs:
     forward, backward, weight, memory = (
         tuple(rng.uniform(0.3, 2.0) for _ in range(num_stages)) for _ in range(4)
     )
-    return Costs(forward, backward, weight, 0.15, memory, memory)
+    return Costs.of(forward, backward, weight, 0.15, memory, memory)
 
 
 def assert_replays_agree(schedule: Schedule, costs: Costs, replay) -> None:
@@ -72,7 +72,7 @@ def test_messages_delay_readers_but_occupy_no_device() -> None:
 
 def test_memory_decreases_after_b_and_after_w() -> None:
     schedule = make("zb-h1", 1, 1)
-    costs = Costs((1,), (1,), (1,), 0, (10,), (4,))
+    costs = Costs.of((1,), (1,), (1,), 0, (10,), (4,))
     assert held_curve(schedule, costs, 0) == [10, 10, 4]
     assert peak_held(schedule, costs) == (10,)
 

@@ -94,7 +94,7 @@ def test_minimum_memory_is_one_unsliced_microbatch() -> None:
     with pytest.raises(LimitError) as error:
         plan(costs, 4, 3, 1.9, placements=[v_shape(4)], slices=4, steps=100)
     assert error.value.min_limit == pytest.approx(2.0)
-    weight_costs = replace(costs.sliced(2)).having(held_after_backward_bytes=(0.7,) * 8)
+    weight_costs = costs.sliced(2).having(held_after_backward_bytes=(0.7,) * 8)
     assert min_memory(weight_costs, v_shape(4), 4) == pytest.approx((2.2,) * 4)
 
 

@@ -17,11 +17,13 @@ from megatron_vshape.core.check.bounds import (
     min_memory,
 )
 from megatron_vshape.core.check.simulate import held_curve
+from megatron_vshape.core.model.amounts import STATE_BYTES
 from megatron_vshape.core.model.kinds import HEAD_WEIGHT, LOGITS, Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.pieces import Piece, Pieces, regroup, under_megatron
+from megatron_vshape.core.model.pieces import Pieces, regroup, under_megatron
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Objective
+from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner.vocabulary import (
     share_vocabulary,
@@ -44,7 +46,7 @@ def make_costs(**overrides: tuple[float, ...]) -> Costs:
     activations = (8.0,) * STAGES, (7.0,) * STAGES
     times = ((1.0,) * STAGES,) * 3
     amounts: dict[str, Any] = AMOUNTS | overrides
-    return Costs(*times, 0.0, *activations, device_bytes=3.0, **amounts)
+    return Costs.of(*times, 0.0, *activations, device_bytes=3.0, **amounts)
 
 
 def one_device_schedule(text: str) -> Schedule:
@@ -95,8 +97,8 @@ def test_overlapped_passes_add_their_workspaces() -> None:
         for index, (previous, work) in enumerate(pairwise(passes), start=1):
             if overlapped.get(previous) == work:
                 workspace = (
-                    make_costs().works(work.kind)[work.stage]
-                    + make_costs().works(Kind.F)[previous.stage]
+                    make_costs().workspace(work.kind)[work.stage]
+                    + make_costs().workspace(Kind.F)[previous.stage]
                 )
                 assert curves[0][index] - curves[1][index] == pytest.approx(fixed + workspace)
 
@@ -105,14 +107,14 @@ def test_regrouped_stages_sum_state_and_maximize_workspace() -> None:
     two = regroup(make_costs(), 2, "two")
     assert two.lists()["state_bytes"] == (60.0, 40.0)
     assert two.lists()["forward_work_bytes"] == (0.25, 4.0)
-    assert two.works(Kind.BW) == (2.0, 2.0)
+    assert two.workspace(Kind.BW) == (2.0, 2.0)
     assert two.device_bytes == 3.0
 
 
 def test_slices_divide_everything_except_state() -> None:
     half = make_costs().sliced(2)
     assert half.lists()["state_bytes"] == STATE
-    assert half.works(Kind.B) == (1.0,) * STAGES
+    assert half.workspace(Kind.B) == (1.0,) * STAGES
 
 
 def test_files_round_trip_state_and_workspace() -> None:
@@ -125,8 +127,8 @@ def test_files_round_trip_state_and_workspace() -> None:
 def test_state_moves_with_layers_and_workspace_of_outer_stages_stays() -> None:
     layers = (2, 2, 2, 2)
     pieces = Pieces.of(make_costs(), layers)
-    assert pieces.layer.state_bytes == 5
-    assert (pieces.first.state_bytes, pieces.last.state_bytes) == (40, 20)
+    assert pieces.layer[STATE_BYTES] == 5
+    assert (pieces.first[STATE_BYTES], pieces.last[STATE_BYTES]) == (40, 20)
     moved = pieces.costs((0, 4, 4, 0))
     assert moved.lists()["state_bytes"] == (40, 20, 20, 20)
     assert moved.lists()["forward_work_bytes"] == (0, 0.25, 0.25, 4)
@@ -135,20 +137,20 @@ def test_state_moves_with_layers_and_workspace_of_outer_stages_stays() -> None:
 
 
 def test_consecutive_pieces_have_the_larger_workspace() -> None:
-    first = Piece(1, 1, 1, 1, 1, state_bytes=2, forward_work_bytes=3)
-    second = Piece(1, 1, 1, 1, 1, state_bytes=5, forward_work_bytes=1)
-    assert first.plus(second).state_bytes == 7
-    assert first.plus(second).forward_work_bytes == first.times(4).forward_work_bytes == 3
-    assert first.over(second).forward_work_bytes == 3
-    assert second.over(first).forward_work_bytes == first.times(0).forward_work_bytes == 0
+    first = StageCosts.of(1, 1, 1, 1, 1, state_bytes=2, forward_work_bytes=3)
+    second = StageCosts.of(1, 1, 1, 1, 1, state_bytes=5, forward_work_bytes=1)
+    assert first.plus(second)[STATE_BYTES] == 7
+    assert first.plus(second)[Kind.F.workspace] == first.times(4)[Kind.F.workspace] == 3
+    assert first.over(second)[Kind.F.workspace] == 3
+    assert second.over(first)[Kind.F.workspace] == first.times(0)[Kind.F.workspace] == 0
 
 
 def test_missing_amounts_are_zero() -> None:
     plain = make_costs().of_activations()
-    assert plain.state_bytes is None
+    assert STATE_BYTES not in plain.by_stage
     assert plain.fixed_bytes((0,) * STAGES, 1) == (0,)
-    assert plain.works(Kind.BW) == plain.works(LOGITS) == (0,) * STAGES
-    assert plain == Costs(*((1.0,) * STAGES,) * 3, 0.0, (8.0,) * STAGES, (7.0,) * STAGES)
+    assert plain.workspace(Kind.BW) == plain.workspace(LOGITS) == (0,) * STAGES
+    assert plain == Costs.of(*((1.0,) * STAGES,) * 3, 0.0, (8.0,) * STAGES, (7.0,) * STAGES)
 
 
 def test_limit_applies_to_total_memory() -> None:
@@ -170,7 +172,7 @@ def measured_costs(num_stages: int, **overrides: Any) -> Costs:
     activations = (8.0,) * (num_stages - 1) + (12.0,)
     times = (1.0,) * num_stages, (1.2,) * num_stages, (0.8,) * num_stages
     amounts: dict[str, Any] = amounts_by_stage | {"device_bytes": 1.0} | overrides
-    return Costs(*times, 0.05, activations, activations, **amounts)
+    return Costs.of(*times, 0.05, activations, activations, **amounts)
 
 
 LIMITS = {"equal": 141.0, "of each": (150.0, 120.0, 120.0, 122.0)}
@@ -247,12 +249,12 @@ def test_default_limit_is_largest_peak_of_1f1b() -> None:
 def test_vocabulary_parallel_plan_includes_workspace() -> None:
     stage_costs_without_ends = measured_costs(8, forward_work_bytes=(0.25,) * 8)
     embedding, head = (
-        Piece(0, 0, 0, 0, 0, state_bytes=20),
-        Piece(2, 2, 2, 0, 0, state_bytes=20, forward_work_bytes=4, weight_work_bytes=8),
+        StageCosts.of(0, 0, 0, 0, 0, state_bytes=20),
+        StageCosts.of(2, 2, 2, 0, 0, state_bytes=20, forward_work_bytes=4, weight_work_bytes=8),
     )
     stage_costs = shared_costs(stage_costs_without_ends, embedding, head, 4, 0.1, 3.0)
     assert stage_costs.device_bytes == 1 + (20 + 20) / 4
-    assert (max(stage_costs.works(LOGITS)), max(stage_costs.works(HEAD_WEIGHT))) == (1, 2)
+    assert (max(stage_costs.workspace(LOGITS)), max(stage_costs.workspace(HEAD_WEIGHT))) == (1, 2)
     schedule = share_vocabulary(make("v-half", 4, 12), stage_costs)
     assert max(peak_held(schedule, stage_costs)) > max(
         peak_held(schedule, stage_costs.of_activations())

@@ -201,7 +201,7 @@ def test_bounds_hold_with_offload(seed: int) -> None:
 
     times = random_amounts(0.5, 2), random_amounts(0.5, 2), random_amounts(0.3, 1.5)
     memory = random_amounts(0.5, 2)
-    costs = with_copies(Costs(*times, 0.1, memory, memory), rng.uniform(0.3, 2))
+    costs = with_copies(Costs.of(*times, 0.1, memory, memory), rng.uniform(0.3, 2))
     limit = rng.uniform(1.3, 2.5) * max(memory) * 2
     for objective in Objective:
         result = plan(costs, devices, microbatches, limit, objective, trades=True, steps=20_000)

@@ -9,11 +9,9 @@ import pytest
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs, reordered
+from megatron_vshape.core.model.kinds import HELD, TIMES, Kind
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.variable_length import reorder_microbatches
-
-NAMES = ("forward_us", "backward_us", "weight_us")
-HELD = ("held_after_forward_bytes", "held_after_backward_bytes")
 
 
 def variable_length_costs(
@@ -25,8 +23,8 @@ def variable_length_costs(
     mean = sum(lengths) / count
     shares = tuple(length / mean for length in lengths)
     costs = Costs.uniform(num_devices, num_stages, 1, 1.15, 0.85, 0.05)
-    names = (*NAMES, *HELD) if has_memory else NAMES
-    return replace(costs, by_microbatch=tuple((name, shares) for name in names))
+    amounts = (*TIMES, *HELD) if has_memory else TIMES
+    return replace(costs, by_microbatch=tuple((amount, shares) for amount in amounts))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "v-half", "v-zb", "zb-h1"])
@@ -84,7 +82,7 @@ def test_uniform_microbatches_are_not_reordered() -> None:
     schedule = make("v-half", 4, 12)
     costs = Costs.uniform(4, 8)
     assert reorder_microbatches(schedule, costs).order == tuple(range(12))
-    shares = (("forward_us", (1.0,) * 12),)
+    shares = ((Kind.F.time, (1.0,) * 12),)
     assert reorder_microbatches(schedule, replace(costs, by_microbatch=shares)).order == tuple(
         range(12)
     )

@@ -163,7 +163,7 @@ def test_a_limit_for_every_device() -> None:
 
 
 def test_small_excess_over_a_limit_is_visible() -> None:
-    costs = Costs((1, 1), (1, 1), (1, 1), 0, (2.0**36, 1), (2.0**36, 1))
+    costs = Costs.of((1, 1), (1, 1), (1, 1), 0, (2.0**36, 1), (2.0**36, 1))
     limit = 2.0**37 - 2000
     message = error_of(make("1f1b", 2, 4), limit, costs)
     assert "holds 137,438,953,472 at its peak, more than the limit of 137,438,951,472" in message

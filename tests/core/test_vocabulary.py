@@ -26,9 +26,10 @@ from megatron_vshape.core.model.kinds import (
     ScheduleError,
 )
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.pieces import Piece, Pieces, recut, regroup
+from megatron_vshape.core.model.pieces import Pieces, recut, regroup
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.core.plan import compare_baselines, plan_request
 from megatron_vshape.core.planner.search import plan
@@ -120,7 +121,7 @@ def test_logits_of_few_microbatches_are_stored() -> None:
         plain = make(name, 8, 24)
         costs = costs_of(plain)
         nothing = (0.0,) * 16
-        only = replace(costs, held_after_forward_bytes=nothing, held_after_backward_bytes=nothing)
+        only = costs.having(held_after_forward_bytes=nothing, held_after_backward_bytes=nothing)
         assert max(peak_held(share_vocabulary(plain, costs), only)) <= 5 * 0.25
 
 
@@ -135,10 +136,7 @@ def test_additional_memory_is_bounded_and_saves_time() -> None:
 
 
 def replace_logits(costs: Costs, amount: float) -> Costs:
-    extra_costs = {
-        name: (amount,) * 16 if name == LOGITS.takes else amounts for name, amounts in costs.others
-    }
-    return costs.having(**extra_costs)
+    return costs.having(logits_bytes=(amount,) * 16)
 
 
 def test_vocabulary_passes_account_for_a_slow_boundary() -> None:
@@ -242,7 +240,7 @@ def test_files_round_trip_vocabulary_passes() -> None:
 
 
 def test_costs_distribute_embedding_and_head() -> None:
-    head, embedding = Piece(8, 6, 4, 100, 50), Piece(4, 2, 2, 0, 0)
+    head, embedding = StageCosts.of(8, 6, 4, 100, 50), StageCosts.of(4, 2, 2, 0, 0)
     bare = Costs.uniform(2, 4)
     costs = shared_costs(bare, embedding, head, 2, 0.25, 7)
     assert without_shared(costs) == bare
@@ -255,7 +253,7 @@ def test_costs_distribute_embedding_and_head() -> None:
 def test_plan_supports_vocabulary_parallelism() -> None:
     costs = Costs.uniform(4, 8, 1, 1.15, 0.85, 0.05)
     schedule = plan(costs, 4, 12, 6, steps=10_000, placements=[v_shape(4)]).schedule
-    stage_costs = costs.having(**dict(costs_of(schedule).others))
+    stage_costs = costs.having(costs_of(schedule).others)
     shared = share_vocabulary(schedule, stage_costs)
     verify(shared)
     lower(shared, kernels=True)
@@ -295,7 +293,7 @@ def test_shared_costs_give_a_vocabulary_parallel_plan() -> None:
     ]
     assert result.plan.value <= min(inside)
     # Embedding and head are distributed over all devices, each with two stages.
-    ends = sum(dict(result.costs.others)[kind.time][0] for kind in (LOGITS, HEAD_WEIGHT))
+    ends = sum(result.costs.others[time_us][0] for time_us in (LOGITS.time, HEAD_WEIGHT.time))
     assert result.plan.value >= result.plan.lower_bound > 12 * (2 * 3 + ends)
     assert result.searched_bound >= 12 * (2 * 3 + ends)
 
@@ -321,9 +319,9 @@ def test_vocabulary_share_is_independent_of_stage_count() -> None:
     costs = vocabulary_request(9.0).costs
     assert costs is not None
     coarse, finer = regroup(costs, 4, "a plan"), recut(costs, 16, 4, "a plan", 16)
-    for name, (amount, *_) in costs.others:
-        assert dict(coarse.others)[name] == (amount,) * 4
-        assert dict(finer.others)[name] == (amount,) * 16
+    for amount, (value, *_) in costs.others.items():
+        assert coarse.others[amount] == (value,) * 4
+        assert finer.others[amount] == (value,) * 16
     assert coarse.forward_us == tuple(2 * forward_us for forward_us in costs.forward_us[:4])
     timelines = [
         simulate(share_vocabulary(make(name, 4, 8), stage_costs), stage_costs)
@@ -335,11 +333,11 @@ def test_vocabulary_share_is_independent_of_stage_count() -> None:
 def test_prediction_heads_are_shared_but_their_layers_are_not() -> None:
     pieces = Pieces.estimated(HEAD, 2.0)
     unshared = pieces.predicting(1, 0.25)
-    assert unshared.last.forward_us == pytest.approx(0.5 * (2 * HEAD + 1.25))
-    assert unshared.last.held_after_forward_bytes == pieces.layer.held_after_forward_bytes
+    assert unshared.last[Kind.F.time] == pytest.approx(0.5 * (2 * HEAD + 1.25))
+    assert unshared.last[Kind.F.allocated] == pieces.layer[Kind.F.allocated]
     shared = shared_pieces(pieces, 4, 0.1, 0.0, 1).predicting(1, 0.25)
-    assert shared.last.forward_us == pytest.approx(0.5 * 1.25)
-    assert dict(shared.others)[HEAD_WEIGHT.time] == pytest.approx(0.5 * 2 * HEAD / 4)
+    assert shared.last[Kind.F.time] == pytest.approx(0.5 * 1.25)
+    assert shared.of_device[HEAD_WEIGHT.time] == pytest.approx(0.5 * 2 * HEAD / 4)
 
 
 @pytest.mark.parametrize("placement", [v_shape(4), linear(4), looping(4, 2), (0, 3, 1, 2)])

@@ -10,16 +10,12 @@ from strategies import catalogue_schedules, costs_of
 from megatron_vshape.core.check.bounds import lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.amounts import SAVED_US
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PARTS, Kind
-from megatron_vshape.core.model.pieces import (
-    Piece,
-    Pieces,
-    costs_from_pieces,
-    pieces_from_costs,
-    regroup,
-)
+from megatron_vshape.core.model.pieces import Pieces, regroup
 from megatron_vshape.core.model.schedule import Objective, Schedule
+from megatron_vshape.core.model.stage_costs import StageCosts, stages_of_parts
 from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.program.lowering import fuse, lower
@@ -31,7 +27,7 @@ REAL = (1.0, 1.15, 0.85, 0.05)
 def with_full_backward_cost(costs: Costs, share: float) -> Costs:
     """Return the costs with full backwards of this share of B + W."""
     split = zip(costs.backward_us, costs.weight_us, strict=True)
-    return replace(costs, whole_backward_us=tuple(share * (b + w) for b, w in split))
+    return costs.having(whole_backward_us=[share * (b + w) for b, w in split])
 
 
 def kinds_of(schedule: Schedule) -> set[Kind]:
@@ -39,26 +35,27 @@ def kinds_of(schedule: Schedule) -> set[Kind]:
 
 
 def test_simulation_uses_full_backward_time() -> None:
-    costs = replace(Costs.uniform(2, 2), whole_backward_us=(3.0, 2.5))
+    costs = Costs.uniform(2, 2).having(whole_backward_us=(3.0, 2.5))
     # A stage needs 2 for each of F, B and W: F F in one direction, BW BW in the other.
     assert simulate(make("gpipe", 2, 1), costs).makespan == 2 + 2 + 2.5 + 3
     assert [costs.time_us(kind, 1) for kind in (*PARTS, Kind.BW)] == [2, 2, 2, 2.5]
 
 
 def test_full_backward_time_is_regrouped_with_layers() -> None:
-    layer, end = Piece(10.0, 11.0, 9.0, 4.0, 1.0, 3.0), Piece(1.0, 1.0, 1.0, 1.0, 0.0, 0.5)
+    layer, end = (
+        StageCosts.of(10.0, 11.0, 9.0, 4.0, 1.0).changed({SAVED_US: 3.0}),
+        StageCosts.of(1.0, 1.0, 1.0, 1.0, 0.0).changed({SAVED_US: 0.5}),
+    )
     costs = Pieces(layer, end, end, 0.0).costs((1, 2, 2, 1))
-    assert costs.whole_backward_us == (18.5, 34.0, 34.0, 18.5)
-    assert regroup(costs, 2, "1F1B").whole_backward_us == (52.5, 52.5)
-    assert Pieces.of(costs, (1, 2, 2, 1)).costs((2, 1, 1, 2)).whole_backward_us == pytest.approx(
-        (35.5, 17.0, 17.0, 35.5)
-    )
-    assert costs_from_pieces(pieces_from_costs(costs), 0.0, costs.layers) == costs
+    assert costs.by_stage.get(Kind.BW.time) == (18.5, 34.0, 34.0, 18.5)
+    assert regroup(costs, 2, "1F1B").by_stage.get(Kind.BW.time) == (52.5, 52.5)
+    other_split = Pieces.of(costs, (1, 2, 2, 1)).costs((2, 1, 1, 2))
+    full_backwards_us = other_split.by_stage.get(Kind.BW.time)
+    assert full_backwards_us == pytest.approx((35.5, 17.0, 17.0, 35.5))
+    assert stages_of_parts([stage.as_part() for stage in costs.stages]) == costs.stages
     # Because of noise, a stage without layers may save more than its time.
-    (full_backward_us,) = (
-        costs_from_pieces([Piece(1.0, 2.0, 3.0, 1.0, 0.0, 9.0)], 0.0).whole_backward_us or ()
-    )
-    assert full_backward_us == 3.0
+    noisy = StageCosts.of(1.0, 2.0, 3.0, 1.0, 0.0).changed({SAVED_US: 9.0})
+    assert stages_of_parts([noisy])[0][Kind.BW.time] == 3.0
 
 
 @settings(max_examples=60)

@@ -56,7 +56,7 @@ def costs(num_stages: int, seed: int) -> Costs:
 
     held_bytes = times(2e6, 3e6)
     after_backward_bytes = tuple(num_bytes * numbers.uniform(0.3, 0.9) for num_bytes in held_bytes)
-    return Costs(
+    return Costs.of(
         times(50, 150),
         times(50, 150),
         times(30, 150),

@@ -62,9 +62,7 @@ def assert_others_told(run: Ended, killed: int, folder: Path) -> float:
     return max(run.ended_s) - struck_s
 
 
-def assert_continues(
-    farm: Farm, complete_run: Ended, folder: Path, num_lost: int = 3
-) -> None:
+def assert_continues(farm: Farm, complete_run: Ended, folder: Path, num_lost: int = 3) -> None:
     """Check that a restart from `folder` repeats the lost steps of the complete run bitwise."""
     resumed_run = farm.run(4, *FIVE, "--load", str(folder)).check()
     for key in ("losses", "grad_norms"):

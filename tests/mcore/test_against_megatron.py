@@ -1,7 +1,6 @@
 """Under auto, Megatron's schedule runs if no plan for the model is faster."""
 
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ def baseline_for(
     A full backward costs `full_factor` of a split one. `evaluated` is the samples per evaluation.
     """
     costs = Costs.uniform(RANKS, 2 * RANKS, 1000, 1100, 900, 50)
-    costs = replace(costs, whole_backward_us=(full_factor * 2000,) * 2 * RANKS)
+    costs = costs.having(whole_backward_us=(full_factor * 2000,) * 2 * RANKS)
     path = tmp_path / "costs.json"
     path.write_text(costs.to_json())
     settings = {"schedule": "auto", "timeout_seconds": 60.0, "costs_file": str(path)}

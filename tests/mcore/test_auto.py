@@ -28,7 +28,7 @@ KIB = 1024
 @pytest.fixture(scope="module")
 def costs_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return costs of 8 uneven stages with 64 KiB of activations each."""
-    costs = Costs(
+    costs = Costs.of(
         forward_us=(1000.0,) * 7 + (1400.0,),
         backward_us=(1150.0,) * 7 + (1500.0,),
         weight_us=(850.0,) * 8,

@@ -12,8 +12,9 @@ from mcore.parity import assert_same_training
 from mcore.test_training import TWO
 
 from megatron_vshape.core.check.simulate import peak_held
+from megatron_vshape.core.model.amounts import STATE_BYTES
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.kinds import TIMES, ScheduleError
 from megatron_vshape.core.model.pieces import Encoder, Pieces
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.plan import plan_request
@@ -172,17 +173,16 @@ def test_better_split_of_measured_costs() -> None:
     stage_map = StageMap(v_shape(2), (4, 4, 4, 4))
     even = Costs.uniform(2, 4, 100, 100, 100, 5)
     assert better_split(even, stage_map, ()) is None
-    costs = replace(
-        even,
-        **dict.fromkeys(("forward_us", "backward_us", "weight_us"), (200.0, 100.0, 100.0, 100.0)),
-    )
+    costs = even.having(dict.fromkeys(TIMES, (200.0, 100.0, 100.0, 100.0)))
     assert better_split(costs, stage_map, ()) == (1, 5, 5, 5)
 
 
 def test_limit_in_gib_splits_layers_by_the_total_memory_of_a_rank() -> None:
     """Only if the costs know it."""
     plain = Pieces.estimated(0.0, 3.0, (1, 1, 1, 0))
-    layer, last = replace(plain.layer, state_bytes=2.0), replace(plain.last, state_bytes=14.0)
+    layer, last = (
+        part.changed({STATE_BYTES: size}) for part, size in ((plain.layer, 2.0), (plain.last, 14.0))
+    )
     costs = replace(plain, layer=layer, last=last).costs((3, 3, 3, 3))
     options = Options(schedule="auto", layer_split="auto")
     choice = ScheduleChoice(2, "auto", costs=costs, limit_bytes=24.0)
@@ -209,7 +209,7 @@ def test_further_layers_stay_where_the_vocabulary_is_shared() -> None:
         costs = split.estimate if measured_costs is None else split.costs
         assert costs is not None
         assert costs.forward_us[-1] == pytest.approx(1 + 2 * (1 + merging) / 2)
-        assert dict(costs.others)["head_weight_us"][0] == pytest.approx(3 * 25 / 13 / 2 / 4)
+        assert costs.lists()["head_weight_us"][0] == pytest.approx(3 * 25 / 13 / 2 / 4)
     balanced = split_layers(args, place, "auto", None, ends=SharedEnds())
     assert balanced.layers == (2, 3, 3, 0)
 
@@ -228,7 +228,7 @@ def test_costs_of_known_layers_serve_any_split() -> None:
 
 
 def test_costs_without_layers_apply_to_this_split_unless_balanced() -> None:
-    measured_costs = Costs((1, 2, 2, 3), (1, 2, 2, 3), (1, 2, 2, 3), 0.0, (1.0,) * 4, (1.0,) * 4)
+    measured_costs = Costs.of((1, 2, 2, 3), (1, 2, 2, 3), (1, 2, 2, 3), 0.0, (1.0,) * 4, (1.0,) * 4)
     local_split = split_layers(model_arguments(num_layers=8), v_shape(2), "1,2,3,2", measured_costs)
     assert local_split.costs is measured_costs
     balanced = split_layers(model_arguments(num_layers=8), v_shape(2), "auto", measured_costs)

@@ -28,8 +28,7 @@ from mcore.test_training import all_forwards_first
 from mcore.test_vocabulary import WEIGHTS, join_rows
 
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.pieces import pieces_from_costs
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.layout.stage_map import StageMap, split_layers
@@ -375,14 +374,14 @@ def test_the_balanced_split_counts_its_layers(
     """The loads of a GPT's rank 0 without other layers, and of all devices, in layers of it."""
     split = split_layers(model_sizes(vocabulary, predicting), v_shape(8), "auto", None)
     assert split.estimate is not None
-    stages = pieces_from_costs(split.estimate)
-    layer_us = stages[1].time_us / split.layers[1]
+    stages = split.estimate.stages
+    layer_us = stages[1].total_us / split.layers[1]
     devices = [
-        (stages[device].time_us + stages[15 - device].time_us) / layer_us for device in range(8)
+        (stages[device].total_us + stages[15 - device].total_us) / layer_us for device in range(8)
     ]
     heavy = min_layers > mean  # more than any split balances: rank 0 has no other layers
     assert split.layers[0] + split.layers[-1] == 0 or not heavy
     output_load = devices[0] - split.layers[0] - split.layers[-1]
     assert output_load == pytest.approx(min_layers, abs=0.06)
     assert sum(devices) / 8 == pytest.approx(mean, abs=0.06)
-    assert stages[-1].held_after_forward_bytes == pytest.approx((split.layers[-1] + predicting) / 2)
+    assert stages[-1][Kind.F.allocated] == pytest.approx((split.layers[-1] + predicting) / 2)

@@ -151,7 +151,7 @@ def test_auto_measures_copies_if_offloading_is_enabled(
     assert costs.copies
     assert dict(costs.sources)["copy_out_us"] == "measured on 2 ranks at once"
     for moved, retained in zip(
-        dict(costs.others)["offloaded_bytes"], costs.held_after_forward_bytes, strict=True
+        costs.lists()["offloaded_bytes"], costs.held_after_forward_bytes, strict=True
     ):
         # At the turn of the V the input counts as memory of the previous stage.
         assert 0.8 * retained < moved <= 1.05 * retained
@@ -201,7 +201,7 @@ LARGE = 0.95e6
 
 def write_copy_costs(tmp_path: Path) -> Path:
     times, bytes_ = (1000.0,) * 4, (1e6,) * 4
-    costs = Costs(times, times, times, 50.0, bytes_, bytes_, layers=(2,) * 4)
+    costs = Costs.of(times, times, times, 50.0, bytes_, bytes_, layers=(2,) * 4)
     copies = Copies(LARGE, 300.0, 300.0, 300.0, 300.0)
     file = tmp_path / "costs.json"
     file.write_text(costs_with_copies(costs, [copies] * 4, "assumed for a test").to_json())

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import LOGITS, VOCABULARY, ScheduleError
+from megatron_vshape.core.model.kinds import VOCABULARY, ScheduleError
 from megatron_vshape.core.model.schedule import Objective, load_schedule
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner import search
@@ -38,8 +38,8 @@ def draw_costs(draw: random.Random) -> Costs:
         "held_after_backward_bytes": draw_per_stage(0.3 * GIB, 0.7 * GIB),
     }
     if draw.random() < 0.5:
-        data |= {kind.time: [round(draw.uniform(2, 60), 2)] * 4 for kind in VOCABULARY}
-        data[LOGITS.takes] = [draw.choice((0.0, 0.1 * GIB))] * 4
+        data |= {str(kind.time): [round(draw.uniform(2, 60), 2)] * 4 for kind in VOCABULARY}
+        data["logits_bytes"] = [draw.choice((0.0, 0.1 * GIB))] * 4
     if draw.random() < 0.3:
         data["whole_backward_us"] = draw_per_stage(140, 170)
     return Costs.from_json(json.dumps(data))

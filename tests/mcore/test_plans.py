@@ -116,7 +116,7 @@ def test_schedule_file_enables_vocabulary_parallelism(tmp_path: Path) -> None:
 
 def costs_with_state() -> Costs:
     """Return costs of 4 ranks with model state and 2 GiB of workspace in the loss."""
-    return Costs(
+    return Costs.of(
         *((1000.0,) * 8,) * 3,
         50.0,
         (4.0 * GIB,) * 8,

@@ -110,7 +110,7 @@ def test_resumed_run_continues_with_unused_batches(farm: Farm, tmp_path: Path) -
 def test_long_documents_cost_more_than_many_short_ones() -> None:
     lengths = [[8192], [1024] * 8, [4096]]
     costs = MicrobatchReorderer(CONFIG, None).variable_length_costs(Costs.uniform(2, 4), lengths)
-    shares: Any = dict(costs.by_microbatch)
+    shares = {amount.name: factors for amount, factors in costs.by_microbatch}
     assert shares["forward_us"][0] > 1.1 * shares["forward_us"][1]
     assert shares["backward_us"][0] / shares["backward_us"][1] > (
         shares["forward_us"][0] / shares["forward_us"][1]

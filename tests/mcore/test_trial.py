@@ -126,10 +126,8 @@ def test_pass_order_is_final_after_the_trial(
 def test_the_plan_is_compared_with_the_fastest_schedule_within_the_limit(
     limit: float | str | None, name: str | None
 ) -> None:
-    costs = replace(
-        Costs.uniform(4, 8, 1000, 1150, 850, 50),
-        held_after_forward_bytes=(GIB,) * 8,
-        held_after_backward_bytes=(GIB,) * 8,
+    costs = Costs.uniform(4, 8, 1000, 1150, 850, 50).having(
+        held_after_forward_bytes=(GIB,) * 8, held_after_backward_bytes=(GIB,) * 8
     )
     bytes_ = limit * GIB if isinstance(limit, float) else None
     choice = ScheduleChoice(4, "auto", costs=costs, limit_bytes=bytes_)

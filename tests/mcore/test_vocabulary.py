@@ -27,8 +27,8 @@ from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import HEAD_WEIGHT, LOGITS, ScheduleError
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.vocabulary import share_vocabulary
 from megatron_vshape.mcore.features.vocabulary import check_model_options
@@ -159,7 +159,7 @@ def test_vocabulary_passes_of_a_schedule_file_run(train: Train, tmp_path: Path) 
     """Vocabulary passes run at their positions in the file, or are inserted if missing."""
     plain = make("1f1b-v", 4, 8)
     stages = Costs.uniform(4, plain.num_stages)
-    nothing, head = Piece(0, 0, 0, 0, 0), Piece(1, 1, 1, 0, 0)
+    nothing, head = StageCosts.of(0, 0, 0), StageCosts.of(1, 1, 1, 0, 0)
     shared_schedule = share_vocabulary(
         plain, shared_costs(stages, nothing, head, 4, 0.1), additional=2.0
     )
@@ -185,8 +185,8 @@ def swap_passes(schedule: Schedule, first: Pass, second: Pass) -> Schedule:
 
 def test_schedule_file_with_misplaced_vocabulary_passes_is_rejected() -> None:
     plain = make("v-half", 2, 4)
-    head = Piece(1, 1, 1, 0, 0)
-    costs = shared_costs(Costs.uniform(2, 4), Piece(0, 0, 0, 0, 0), head, 2, 0.1)
+    head = StageCosts.of(1, 1, 1, 0, 0)
+    costs = shared_costs(Costs.uniform(2, 4), StageCosts.of(0, 0, 0), head, 2, 0.1)
     shared_schedule = share_vocabulary(plain, costs)
     verify(shared_schedule)
     early_logits = swap_passes(shared_schedule, Pass(LOGITS, 0, 1), Pass(HEAD_WEIGHT, 0, 0))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vshape.core.model.files import _ALONE, _FIELDS, _MORE, _UNLIKE
-from megatron_vshape.core.model.kinds import KINDS, KNOWN_ALONE, other_amounts
+from megatron_vshape.core.model.kinds import KINDS, amounts_of
 from megatron_vshape.rehearsal.fitted import LEFT_OUT
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +79,7 @@ def test_the_python_example_runs() -> None:
 
 def test_reference_has_every_field_of_a_costs_file() -> None:
     text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
-    fields = {*_FIELDS, *_ALONE, _UNLIKE, _MORE, *KNOWN_ALONE, *other_amounts(KINDS)}
+    fields = {*_FIELDS, *_ALONE, _UNLIKE, _MORE, *map(str, amounts_of(KINDS))}
     assert {field for field in fields if f"`{field}`" not in text} == set()
 
 

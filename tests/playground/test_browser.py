@@ -169,7 +169,9 @@ def test_every_control_changes_the_numbers_or_the_picture(page, server):
 
 def test_files_are_opened(page, server, tmp_path):
     load(page, server, "d=4&m=8")
-    costs = Costs((900.0,) * 8, (1000.0,) * 8, (800.0,) * 8, 40.0, (2.0**30,) * 8, (2.0**29,) * 8)
+    costs = Costs.of(
+        (900.0,) * 8, (1000.0,) * 8, (800.0,) * 8, 40.0, (2.0**30,) * 8, (2.0**29,) * 8
+    )
     (tmp_path / "costs.json").write_text(costs.to_json())
     page.set_input_files("#file", str(tmp_path / "costs.json"))
     settled(page)

@@ -61,7 +61,7 @@ def costs_file(stages: int) -> dict[str, Any]:
     return {
         "file": {
             "name": "costs.json",
-            "text": Costs(*times, 50.0, activation_bytes, activation_bytes).to_json(),
+            "text": Costs.of(*times, 50.0, activation_bytes, activation_bytes).to_json(),
         }
     }
 

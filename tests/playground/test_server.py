@@ -60,7 +60,7 @@ def test_embedding_and_head_costs_are_added(client):
     body = request(costs={"embedding": [1, 0, 0], "head": [0, 2, 1]})
     _, (header,) = read_payload(answer(client, body))
     costs = Costs.uniform(4, 8)
-    heavy_costs = Costs(
+    heavy_costs = Costs.of(
         (2.0, *costs.forward_us[1:]),
         (*costs.backward_us[:-1], 3.0),
         (*costs.weight_us[:-1], 2.0),
@@ -80,7 +80,9 @@ def test_schedule_file_is_simulated(client):
 
 
 def test_costs_from_a_file_are_bytes_and_microseconds(client):
-    costs = Costs((900.0,) * 8, (1000.0,) * 8, (800.0,) * 8, 40.0, (2.0**30,) * 8, (2.0**29,) * 8)
+    costs = Costs.of(
+        (900.0,) * 8, (1000.0,) * 8, (800.0,) * 8, 40.0, (2.0**30,) * 8, (2.0**29,) * 8
+    )
     body = request(costs={"file": {"name": "costs.json", "text": costs.to_json()}})
     _, (header,) = read_payload(answer(client, body))
     assert header["facts"]["in_bytes"]

@@ -39,7 +39,9 @@ def off_the_plan(schedule: Schedule, ranks: Sequence[dict[str, Any]]) -> dict[in
     }
     ones = (1.0,) * schedule.num_stages
     used_amounts = {name: tuple(values) for name, values in amounts.items() if name not in unused}
-    planned = peak_held(schedule, Costs(ones, ones, ones, 0.0, ones, ones).having(**used_amounts))
+    planned = peak_held(
+        schedule, Costs.of(ones, ones, ones, 0.0, ones, ones).having(**used_amounts)
+    )
     return {
         rank["rank"]: rank["held_between_passes_bytes"] / planned[rank["rank"]] - 1
         for rank in ranks

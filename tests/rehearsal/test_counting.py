@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 from rehearsal.reports import pass_of, report_of
 
+from megatron_vshape.core.model.amounts import STATE_BYTES
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.pieces import Piece, Pieces, under_megatron
+from megatron_vshape.core.model.pieces import Pieces, under_megatron
 from megatron_vshape.core.model.placement import v_shape
+from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.mcore.layout.sizes import layers_with_experts
 from megatron_vshape.rehearsal.counted import counted_costs
 from megatron_vshape.rehearsal.counting import (
@@ -50,8 +52,8 @@ def test_a_stage_of_a_pattern_has_all_its_symbols() -> None:
     few, _ = smallest_command(command)
     assert few.pattern == "|".join(["MMM*M-"] * 8) + "/*-"  # in their order
     assert not few.has("--num-layers")
-    nothing = Piece(0.0, 0.0, 0.0, 0.0, 0.0)
-    layer = Piece(*(8.0,) * 5)
+    nothing = StageCosts.of(0, 0, 0)
+    layer = StageCosts.of(*(8.0,) * 5)
     layer_costs = CountedCosts(Pieces(layer, nothing, nothing, 0.0), 0.0, 0.0, Rates(), 8.0, 0.0)
     costs = with_layer_kinds(layer_costs, command, 4)
     stage = costs.pieces.costs((1, 1, 1, 1, 1, 1, 1, 1)).forward_us
@@ -98,14 +100,14 @@ def test_dense_layers_of_a_model_with_experts_are_counted_too() -> None:
     every, _ = smallest_command(command.having(moe_layer_freq=1))
     assert counted_ranks(every) == range(2)
 
-    layer, nothing = Piece(*(8.0,) * 5, state_bytes=8.0), Piece(0.0, 0.0, 0.0, 0.0, 0.0)
+    layer, nothing = StageCosts.of(*(8.0,) * 5, state_bytes=8.0), StageCosts.of(0, 0, 0)
     pieces = Pieces(layer, nothing, nothing, 0.0)
-    one = Piece(4.0, 4.0, 4.0, 24.0, 8.0, state_bytes=16.0, backward_work_bytes=7.0)
+    one = StageCosts.of(4.0, 4.0, 4.0, 24.0, 8.0, state_bytes=16.0, backward_work_bytes=7.0)
     layer_costs = CountedCosts(pieces, 0.0, 0.0, Rates(), 8.0, 0.0, dense=one)
     costs = with_layer_kinds(layer_costs, command, 32).pieces.costs((3, 13))
     assert costs.forward_us == (3 * 4.0, 13 * 8.0)
     assert costs.held_after_forward_bytes == (3 * 24.0, 13 * 8.0)
-    assert costs.state_bytes == (3 * 16.0, 13 * 8.0)
+    assert costs.by_stage.get(STATE_BYTES) == (3 * 16.0, 13 * 8.0)
     assert costs.lists()["backward_work_bytes"] == (7.0, 0.0)
 
 
@@ -144,7 +146,10 @@ def test_messages_and_replaced_memory_are_in_the_costs() -> None:
     assert works["whole_work_bytes"] == (*(20 + MESSAGE,) * 7, 20)
     # A layer keeps 20 bytes until its next forward, but the others have freed their inputs by then.
     assert costs.device_bytes == 5
-    assert costs.state_bytes == (*(1000 + 20 - MESSAGE,) * 7, 1000 + 20 - MESSAGE + 12 - 5)
+    assert costs.by_stage.get(STATE_BYTES) == (
+        *(1000 + 20 - MESSAGE,) * 7,
+        1000 + 20 - MESSAGE + 12 - 5,
+    )
     megatron_costs = under_megatron(costs, MESSAGE).lists()
     assert megatron_costs["forward_work_bytes"] == (40, *(40 + 2 * MESSAGE,) * 7)
     assert megatron_costs["whole_work_bytes"] == (28, *(28 + MESSAGE,) * 6, 28)
@@ -154,7 +159,7 @@ def test_parameters_are_counted_without_the_inputs_that_layers_keep() -> None:
     costs = counted((rank(0, 12, (5, 4)), rank(1, 5)), EXPERTS, GPUS["h100"], 32, 4)
     assert costs.parameters == Parameters(1.0, 4.0, 3.0)
     assert costs.state_bytes_per_parameter == 1000
-    assert costs.pieces.layer.state_bytes == 1000 + 20 - MESSAGE
+    assert costs.pieces.layer[STATE_BYTES] == 1000 + 20 - MESSAGE
 
 
 @pytest.mark.parametrize(("order", "distance"), [((), 8), (("--use-tp-pp-dp-mapping",), 2)])

@@ -17,7 +17,7 @@ from shared_costs import shared_costs
 
 import megatron_vshape
 from megatron_vshape import Costs, Schedule, make
-from megatron_vshape.core.model.pieces import Piece
+from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.core.planner.vocabulary import share_vocabulary
 
 pytest.importorskip("megatron.core")
@@ -48,7 +48,7 @@ MODELS = {
 def shared() -> Schedule:
     """Return V-Half with vocabulary parallelism."""
     uniform = Costs.uniform(RANKS, 2 * RANKS)
-    costs = shared_costs(uniform, Piece(0, 0, 0, 0, 0), Piece(2, 2, 2, 0, 0), RANKS, 0.1)
+    costs = shared_costs(uniform, StageCosts.of(0, 0, 0), StageCosts.of(2, 2, 2, 0, 0), RANKS, 0.1)
     return share_vocabulary(make("v-half", RANKS, MICROBATCHES), costs)
 
 

@@ -5,16 +5,17 @@ from dataclasses import replace
 import pytest
 from rehearsal.reports import report_of
 
-from megatron_vshape.core.model.pieces import Piece, Pieces
+from megatron_vshape.core.model.pieces import Pieces
+from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.rehearsal import report
 from megatron_vshape.rehearsal.gpus import GIB, GPUS, HEADROOM
 from megatron_vshape.rehearsal.rank_report import RankReport
 from megatron_vshape.rehearsal.remedies import Remedy, remedies, useful_remedies
 
 H100 = GPUS["h100"]
-LAYER = Piece(1.0, 1.0, 1.0, 1.0 * GIB, 0.5 * GIB, state_bytes=1.0 * GIB)
-EMBEDDING = Piece(0.1, 0.0, 0.1, 0.0, 0.0, state_bytes=6.0 * GIB)
-HEAD = Piece(2.0, 2.0, 2.0, 1.0 * GIB, 1.0 * GIB, state_bytes=6.0 * GIB)
+LAYER = StageCosts.of(1.0, 1.0, 1.0, 1.0 * GIB, 0.5 * GIB, state_bytes=1.0 * GIB)
+EMBEDDING = StageCosts.of(0.1, 0.0, 0.1, 0.0, 0.0, state_bytes=6.0 * GIB)
+HEAD = StageCosts.of(2.0, 2.0, 2.0, 1.0 * GIB, 1.0 * GIB, state_bytes=6.0 * GIB)
 LARGE_VOCABULARY = Pieces(LAYER, EMBEDDING, HEAD, 0.0)
 
 

@@ -18,8 +18,10 @@ MICROBATCHES = 3
 
 
 def test_handler_methods_run_in_program_order() -> None:
-    met = define("M", label="meeting", method="none", reads=[Read("F")], is_collective=True)
-    copy = define("K", label="copy", method="none", reads=[Read("F")], before=["B"], resource="l")
+    met = define(Kind("M", label="meeting", method="none", reads=(Read("F"),), is_collective=True))
+    copy = define(
+        Kind("K", label="copy", method="none", reads=(Read("F"),), before=("B",), resource="l")
+    )
     try:
         plain = make("v-half", 1, MICROBATCHES)
         row = [

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from runtime.ranks import run_ranks
 
 from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.pieces import Piece, costs_from_pieces
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Slot
+from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.instructions import Message
 from megatron_vshape.core.program.lowering import lower
@@ -215,15 +216,14 @@ def test_stage_with_both_backwards_has_a_cost_of_full_backward() -> None:
     full_timeline = replace(timeline, schedule=full_schedule, starts=((0.0,),), ends=((17.0,),))
     costs = measured_costs([timeline, full_timeline], 0.0, HELD)
     assert costs.backward_us[1] + costs.weight_us[1] == pytest.approx(20.0)
-    assert costs.whole_backward_us == pytest.approx((17.0, 17.0))
-    assert measured_costs([timeline], 0.0, HELD).whole_backward_us is None
+    assert costs.by_stage.get(Kind.BW.time) == pytest.approx((17.0, 17.0))
+    assert Kind.BW.time not in measured_costs([timeline], 0.0, HELD).by_stage
 
 
 def test_fused_passes_are_ignored() -> None:
     schedule = make("dualpipev", 2, 8)
-    separate = costs_from_pieces(
-        [Piece(10.0 + stage, 12.0, 8.0, *HELD[stage]) for stage in range(4)], 0.0
-    )
+    stages = (StageCosts.of(10.0 + stage, 12.0, 8.0, *HELD[stage]) for stage in range(4))
+    separate = Costs(tuple(stages), 0.0)
     waits = (3.0,) * 4
     costs_with_waits = separate.having(forward_exchange_us=waits, backward_exchange_us=waits)
     costs = measured_costs([simulate(schedule, costs_with_waits)], 0.0, HELD)

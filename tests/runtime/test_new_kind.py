@@ -9,6 +9,7 @@ from runtime.ranks import run_ranks
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.amounts import Amount, Measure
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind, Read, define, remove
 from megatron_vshape.core.model.schedule import Schedule
@@ -17,7 +18,7 @@ from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import run_program
 
-LINK, TIME = "link to the host", "copy_us"
+LINK, TIME = "link to the host", Amount("copy_us", Measure.COPY)
 COPY: dict[str, Any] = {"label": "copy to the host", "method": "copy", "resource": LINK}
 
 
@@ -31,7 +32,7 @@ class CopyingStage(PlainStage):
 
 
 def run_rank(rank: int, text: str) -> list[tuple[int, list[Any], int]]:
-    define("K", reads=[Read("F")], before=["B"], time=TIME, **COPY)
+    define(Kind("K", reads=(Read("F"),), before=("B",), time=TIME, **COPY))
     program = lower(Schedule.from_json(text))
     transport = Transport([[0, 1]], SHAPE, torch.float32, "cpu")
     transport.prepare(program)
@@ -51,7 +52,7 @@ def run_rank(rank: int, text: str) -> list[tuple[int, list[Any], int]]:
 
 
 def test_new_copy_pass_is_verified_drawn_and_run() -> None:
-    copy = define("K", reads=[Read("F")], before=["B"], time=TIME, **COPY)
+    copy = define(Kind("K", reads=(Read("F"),), before=("B",), time=TIME, **COPY))
     try:
         costs = Costs.uniform(2, 4, kinds=[copy])
         plain = make("v-half", 2, 5)

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind
-from megatron_vshape.core.model.pieces import Piece
+from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.vocabulary import share_vocabulary
 from megatron_vshape.core.program.instructions import Message, Program, Send, Stream
@@ -150,7 +150,7 @@ def unwrapping(call: Any, calls: list[str]) -> Any:
 
 def connect_again_after_replacement(rank: int) -> None:
     """Communicators created again by a library connect before the next step, and only once."""
-    nothing, head = Piece(0, 0, 0, 0, 0), Piece(2, 2, 2, 0, 0)
+    nothing, head = StageCosts.of(0, 0, 0), StageCosts.of(2, 2, 2, 0, 0)
     costs = shared_costs(Costs.uniform(2, 4), nothing, head, 2, 0.1)
     program = lower(share_vocabulary(make("v-half", 2, 2), costs))  # has collectives
     groups, calls, firsts = [], [], ("send", "recv", "all_reduce")

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_vshape.core.model.pieces import Piece, Pieces
+from megatron_vshape.core.model.pieces import Pieces
+from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.rehearsal.counting import CountedCosts
 from megatron_vshape.rehearsal.step_time import Rates
 from megatron_vshape.tuning import predictor
@@ -25,7 +26,7 @@ def counted(config: Configuration, vocabulary: int = 1024, mtp_layers: int = 0) 
         "backward_work_bytes": 0.5 * MIB,
         "whole_work_bytes": 0.5 * MIB,
     }
-    layer = Piece(
+    layer = StageCosts.of(
         900.0 * share,
         (1000.0 + 900.0 * recomputations) * share,
         700.0 * share,
@@ -37,8 +38,8 @@ def counted(config: Configuration, vocabulary: int = 1024, mtp_layers: int = 0) 
         **work,
     )
     head = vocabulary / 1024
-    first = Piece(10.0, 10.0, 5.0, 0.1 * MIB, 0.0, state_bytes=4.0 * MIB * head)
-    last = Piece(
+    first = StageCosts.of(10.0, 10.0, 5.0, 0.1 * MIB, 0.0, state_bytes=4.0 * MIB * head)
+    last = StageCosts.of(
         200.0 * head * share,
         200.0 * head * share,
         150.0 * head * share,

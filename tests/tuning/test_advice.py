@@ -18,9 +18,11 @@ from megatron_vshape.cli.advise import (
 )
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.budget import Budget
-from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.pieces import Piece, Pieces
+from megatron_vshape.core.model.amounts import STATE_BYTES
+from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.request import BaselineSpec, PlanRequest, PlanResult
 from megatron_vshape.rehearsal import accuracy, report
@@ -137,8 +139,8 @@ def test_flags_of_a_row_are_the_difference_of_two_commands() -> None:
 
 def test_today_has_sequence_parallelism_only_if_the_command_has() -> None:
     """It was counted with it, so the flag that other rows need was never among the changes."""
-    layer = Piece(1.0, 1.0, 1.0, 3.0 * GIB, 0.0)
-    parallel = replace(layer, held_after_forward_bytes=1.5 * GIB)
+    layer = StageCosts.of(1.0, 1.0, 1.0, 3.0 * GIB, 0.0)
+    parallel = layer.changed({Kind.F.allocated: 1.5 * GIB})
     words = f"{LAYERS_36} --global-batch-size 64 --tensor-model-parallel-size 2 --seq-length 64"
     words = words.replace("parallel-size 4", "parallel-size 2")
     advice = make_advice(subject(words), Pieces(layer, NOTHING, NOTHING, 0.0))
@@ -168,13 +170,13 @@ def test_today_has_sequence_parallelism_only_if_the_command_has() -> None:
     assert command_config.command(with_flag).has("--sequence-parallel")
 
 
-NOTHING = Piece(0.0, 0.0, 0.0, 0.0, 0.0)
+NOTHING = StageCosts.of(0, 0, 0)
 
 
 def make_advice(model: Subject, pieces: Pieces, communicators: int = 0, **options: Any) -> Advice:
     """Return an advice for four H100 by these costs, with 18 bytes of state per parameter."""
     parts = (pieces.layer, pieces.first, pieces.last)
-    parameters = Parameters(*(part.state_bytes / 18 for part in parts))
+    parameters = Parameters(*(part[STATE_BYTES] / 18 for part in parts))
     counted = CountedCosts(
         pieces, 0.0, 0.0, Rates(), 1.0, 0.0, parameters, communicators=communicators
     )
@@ -190,8 +192,8 @@ LAYERS_36 = """pretrain_gpt.py --num-layers 36 --pipeline-model-parallel-size 4
 
 def test_stock_megatron_may_distribute_layers_by_their_work() -> None:
     """With an even split, an output layer as slow as four layers delays all ranks."""
-    model, layer = subject(LAYERS_36), Piece(1.0, 1.0, 1.0, GIB, 0.0)
-    head = Piece(4.0, 4.0, 4.0, 0.0, 0.0)
+    model, layer = subject(LAYERS_36), StageCosts.of(1.0, 1.0, 1.0, GIB, 0.0)
+    head = StageCosts.of(4.0, 4.0, 4.0, 0.0, 0.0)
     pieces = Pieces(layer, NOTHING, head, 0.0)
     advice = make_advice(model, pieces)
     rows = {
@@ -230,8 +232,8 @@ def test_stock_megatron_may_distribute_layers_by_their_work() -> None:
 
 def test_sizes_whose_last_rank_has_most_work_may_be_the_fastest() -> None:
     """Vocabulary parallelism shards an output layer that is slower than any other rank."""
-    model, layer, head = subject(LAYERS_36), Piece(1.0, 1.0, 1.0, 1.0, 0.0), 36.0
-    last = Piece(head, head, head, 1.0, 0.0)
+    model, layer, head = subject(LAYERS_36), StageCosts.of(1.0, 1.0, 1.0, 1.0, 0.0), 36.0
+    last = StageCosts.of(head, head, head, 1.0, 0.0)
     advice = make_advice(model, Pieces(layer, NOTHING, last, 0.0))
     counted = advice.predictor.counts(advice.command_config)
     faster = replace(counted.pieces, layer=layer.times(0.8), last=last.times(0.8))
@@ -264,7 +266,9 @@ def test_a_plan_like_1f1b_needs_the_memory_of_megatron_to_be_stock(
 
     monkeypatch.setattr("megatron_vshape.tuning.predictor.plan_request", plan_1f1b)
     pieces = Pieces(
-        Piece(1.0, 2.0, 0.01, 5 * GIB, 5 * GIB, state_bytes=15 * GIB, dummy_bytes=dummy_gib * GIB),
+        StageCosts.of(
+            1.0, 2.0, 0.01, 5 * GIB, 5 * GIB, state_bytes=15 * GIB, dummy_bytes=dummy_gib * GIB
+        ),
         NOTHING,
         NOTHING,
         0.0,
@@ -298,7 +302,9 @@ WITH_ENDS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pip
 )
 def test_today_has_the_layers_of_megatron(flags: str, layers: tuple[int, ...]) -> None:
     model = subject(f"{LAYERS_36} --num-layers 30 {flags}")
-    row = make_advice(model, Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0)).today()
+    row = make_advice(
+        model, Pieces(StageCosts.of(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0)
+    ).today()
     assert row.layers == layers
     assert row.fits
     assert _rejected(row, model.command) == []
@@ -337,7 +343,9 @@ def test_today_has_the_layers_of_megatron(flags: str, layers: tuple[int, ...]) -
 def test_a_split_that_megatron_rejects_is_no_baseline(flags: str, reason: str, fix: str) -> None:
     """Stock Megatron asserts that the layers divide, or also embedding and output layer."""
     model = subject(f"{LAYERS_36} --num-layers 30 {flags}")
-    advice = make_advice(model, Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0))
+    advice = make_advice(
+        model, Pieces(StageCosts.of(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0)
+    )
     row = advice.today()
     assert not row.fits
     assert row.step_s is not None
@@ -385,8 +393,8 @@ def test_today_has_the_schedule_and_layers_of_the_command(
 ) -> None:
     """Layers were balanced for a loop instead, and Megatron's own schedules had less memory."""
     model = subject(f"{LAYERS_36} --num-layers 32 {flags}")
-    head = Piece(4.0, 4.0, 4.0, 1.0, 0.0)
-    layer = Piece(1.0, 1.0, 1.0, GIB, 0.0, state_bytes=GIB, dummy_bytes=GIB)
+    head = StageCosts.of(4.0, 4.0, 4.0, 1.0, 0.0)
+    layer = StageCosts.of(1.0, 1.0, 1.0, GIB, 0.0, state_bytes=GIB, dummy_bytes=GIB)
     pieces = Pieces(layer, NOTHING, head, 0.0)
     row = make_advice(model, pieces).today()
     assert (row.configuration.schedule, row.layers) == (name, layers)
@@ -396,8 +404,8 @@ def test_today_has_the_schedule_and_layers_of_the_command(
 
 
 def test_today_has_the_vocabulary_parallelism_of_the_command() -> None:
-    head = Piece(32.0, 32.0, 32.0, 1.0, 0.0)
-    pieces = Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, head, 0.0)
+    head = StageCosts.of(32.0, 32.0, 32.0, 1.0, 0.0)
+    pieces = Pieces(StageCosts.of(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, head, 0.0)
 
     def today(*flags: str) -> Prediction:
         return make_advice(subject(f"{LAYERS_36} --num-layers 32 {V_HALF}", *flags), pieces).today()
@@ -408,7 +416,7 @@ def test_today_has_the_vocabulary_parallelism_of_the_command() -> None:
 
 
 def test_best_stock_has_no_pipeline_if_that_is_fastest() -> None:
-    layer = Piece(100.0, 100.0, 100.0, 1.0, 0.0)
+    layer = StageCosts.of(100.0, 100.0, 100.0, 1.0, 0.0)
     model = subject(f"{LAYERS_36} --global-batch-size 8")
     advice = make_advice(model, Pieces(layer, NOTHING, NOTHING, 0.0))
     configs = list(neighbors(advice.command_config, model, 4, ["tp", "cp", "microbatch"]))
@@ -423,8 +431,8 @@ def test_best_stock_has_no_pipeline_if_that_is_fastest() -> None:
 
 
 def test_best_stock_has_full_recompute_if_nothing_else_fits() -> None:
-    pieces = Pieces(Piece(1.0, 1.0, 1.0, 3.0 * GIB, 0.0), NOTHING, NOTHING, 0.0)
-    recomputed = replace(pieces, layer=Piece(1.0, 2.0, 1.0, 0.1 * GIB, 0.0))
+    pieces = Pieces(StageCosts.of(1.0, 1.0, 1.0, 3.0 * GIB, 0.0), NOTHING, NOTHING, 0.0)
+    recomputed = replace(pieces, layer=StageCosts.of(1.0, 2.0, 1.0, 0.1 * GIB, 0.0))
     advice = make_advice(subject(f"{LAYERS_36} --global-batch-size 64"), pieces)
     counted = advice.predictor.counts(advice.command_config)
 
@@ -442,7 +450,9 @@ def test_best_stock_has_full_recompute_if_nothing_else_fits() -> None:
 
 def test_a_stock_row_removes_the_flags_of_the_schedule() -> None:
     model = subject(f"{LAYERS_36} {V_HALF} {SPLIT} 4,5,5,4,4,5,5,4 --pipeline-vocab-parallel")
-    advice = make_advice(model, Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0))
+    advice = make_advice(
+        model, Pieces(StageCosts.of(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0)
+    )
     stock = advice.published("1f1b", advice.command_config, is_stock=True)
     v_min = advice.published(
         "v-min", advice.command_config, is_stock=False, layers=(4, 5, 5, 4, 4, 5, 5, 4)
@@ -477,7 +487,7 @@ def test_a_stock_row_removes_the_flags_of_the_schedule() -> None:
 def test_layers_that_training_rejects_are_rejected(flags: str, problem: str, fix: str) -> None:
     advice = make_advice(
         subject(f"{LAYERS_36} {flags}"),
-        Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0),
+        Pieces(StageCosts.of(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0),
     )
     with pytest.raises(ScheduleError) as error:
         advice.today()
@@ -519,8 +529,8 @@ def test_flags_of_a_schedule_are_checked_before_dry_runs(
 def test_rehearse_and_advise_agree_whether_a_rank_fits(peak_gib: float, headroom: float) -> None:
     """Of 79.6 GiB, 2.8 are outside of torch's allocator, and 3.2 are kept free."""
     gpu, communicators = GPUS["h100"], 4
-    first = replace(NOTHING, state_bytes=peak_gib * GIB)
-    pieces = Pieces(Piece(1.0, 1.0, 1.0, 0.0, 0.0), first, NOTHING, 0.0)
+    first = NOTHING.changed({STATE_BYTES: peak_gib * GIB})
+    pieces = Pieces(StageCosts.of(1.0, 1.0, 1.0, 0.0, 0.0), first, NOTHING, 0.0)
     advice = make_advice(
         subject(LAYERS_36),
         pieces,
@@ -541,8 +551,8 @@ def test_rehearse_and_advise_agree_whether_a_rank_fits(peak_gib: float, headroom
 
 def test_the_last_rank_of_a_tied_model_has_a_copy_of_the_embedding() -> None:
     """In a V, the first rank has both the embedding and the output layer."""
-    embedding = Piece(0.0, 0.0, 0.0, 0.0, 0.0, state_bytes=3.0 * GIB)
-    pieces = Pieces(Piece(1.0, 1.0, 1.0, 0.0, 0.0), embedding, NOTHING, 0.0)
+    embedding = StageCosts.of(0.0, 0.0, 0.0, 0.0, 0.0, state_bytes=3.0 * GIB)
+    pieces = Pieces(StageCosts.of(1.0, 1.0, 1.0, 0.0, 0.0), embedding, NOTHING, 0.0)
 
     def states(name: str, words: str) -> list[float]:
         advice = make_advice(subject(words), pieces)
@@ -560,7 +570,9 @@ def test_the_last_rank_of_a_tied_model_has_a_copy_of_the_embedding() -> None:
 
 def test_grid_has_the_rows_of_a_command() -> None:
     model = subject(LAYERS_36)
-    advice = make_advice(model, Pieces(Piece(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0))
+    advice = make_advice(
+        model, Pieces(StageCosts.of(1.0, 1.0, 1.0, 1.0, 0.0), NOTHING, NOTHING, 0.0)
+    )
     command_config = advice.command_config
     advice.grid = [replace(command_config, schedule=name) for name in ("1f1b", "v-half", "v-zb")]
     rows = advice.rows()

@@ -5,7 +5,10 @@ from dataclasses import replace
 import pytest
 from tuning.test_advice import LAYERS_36, NOTHING, make_advice, subject
 
-from megatron_vshape.core.model.pieces import Piece, Pieces
+from megatron_vshape.core.model.amounts import STATE_BYTES
+from megatron_vshape.core.model.kinds import TIMES, Kind
+from megatron_vshape.core.model.pieces import Pieces
+from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.rehearsal import accuracy
 from megatron_vshape.rehearsal.gpus import GIB, GPUS, Fit
 from megatron_vshape.rehearsal.step_time import Rates, rates_of
@@ -14,10 +17,10 @@ from megatron_vshape.tuning.advice import Advice
 from megatron_vshape.tuning.machine import Machine
 
 BILLION = 1e9
-LAYER = Piece(4e3, 4e3, 4e3, GIB / 64, 0.0, state_bytes=18 * BILLION / 36)
+LAYER = StageCosts.of(4e3, 4e3, 4e3, GIB / 64, 0.0, state_bytes=18 * BILLION / 36)
 
 
-def without_pipeline(number: int, layer: Piece = LAYER) -> tuple[Advice, float, float]:
+def without_pipeline(number: int, layer: StageCosts = LAYER) -> tuple[Advice, float, float]:
     """Return an advice for this number of H100, and the step and peak of FSDP2."""
     words = LAYERS_36.replace("global-batch-size 32", "global-batch-size 256") + " --bf16"
     advice = make_advice(subject(words), Pieces(layer, NOTHING, NOTHING, 0.0))
@@ -43,7 +46,7 @@ def test_retained_inputs_are_neither_sharded_nor_gathered() -> None:
     """A layer with recomputed experts keeps inputs between steps, in addition to its states."""
     advice, step_s, peak = without_pipeline(8)
     counted = advice.predictor.counts(advice.command_config)
-    layer = replace(LAYER, state_bytes=LAYER.state_bytes + GIB / 64)
+    layer = LAYER.increased({STATE_BYTES: GIB / 64})
     counted_inputs = replace(counted, pieces=replace(counted.pieces, layer=layer))
     row = fsdp.best(
         replace(advice.predictor, counts=lambda _: counted_inputs), advice.command_config
@@ -62,7 +65,7 @@ def test_exchanges_are_exposed_where_the_network_is_slower_than_the_computation(
     exchange_s = sent_bytes / gpu.near_rate / rates.wire + 36 * 3 * 1e-6 * rates.exchange_us
     hidden = Rates().replicas_exposed * exchange_s  # the first and last layers are not overlapped
     assert near_s == pytest.approx(256 / 8 * (computes_s + hidden), rel=1e-3)
-    quick = replace(LAYER, forward_us=10.0, backward_us=10.0, weight_us=10.0)
+    quick = LAYER.changed(dict.fromkeys(TIMES, 10.0))
     _, exposed_s, _ = without_pipeline(8, quick)
     assert exposed_s == pytest.approx(256 / 8 * exchange_s, rel=0.05)
 
@@ -87,9 +90,9 @@ def test_a_gain_is_reported_if_it_is_larger_than_the_error() -> None:
 
 def test_a_model_that_does_not_fit_is_the_smallest_or_none() -> None:
     """States that do not fit need no dry run; too many activations are tried with recompute."""
-    _, _, peak = without_pipeline(8, replace(LAYER, held_after_forward_bytes=4.0 * GIB))
+    _, _, peak = without_pipeline(8, LAYER.changed({Kind.F.allocated: 4.0 * GIB}))
     assert peak > 80 * GIB
-    many = replace(LAYER, state_bytes=18 * 60 * BILLION / 36)  # 135 GB on each of 8 ranks
+    many = LAYER.changed({STATE_BYTES: 18 * 60 * BILLION / 36})  # 135 GB on each of 8 ranks
     advice = make_advice(subject(LAYERS_36), Pieces(many, NOTHING, NOTHING, 0.0))
     predictor = replace(advice.predictor, machine=Machine(GPUS["h100"], 8))
     assert fsdp.best(predictor, advice.command_config) is None

@@ -62,7 +62,7 @@ def test_an_adaptive_plan_is_on_its_placement(tmp_path: Path) -> None:
 
 def test_infeasible_limit_is_reported_in_gib(tmp_path: Path) -> None:
     (config,) = expand_grid(load_sample(tmp_path, sweep={"grid": ADAPTIVE_GRID})).possible
-    costs = Costs(*((1.0,) * 4,) * 3, 0.0, (GIB,) * 4, (GIB,) * 4)
+    costs = Costs.of(*((1.0,) * 4,) * 3, 0.0, (GIB,) * 4, (GIB,) * 4)
     with pytest.raises(SweepError, match="rank 0 is 1.5 GiB, and one .* ranks is 2 GiB"):
         plan_adaptive(config, v_shape(2), costs, [1.5 * GIB] * 2, Objective.MAKESPAN)
 
@@ -141,7 +141,7 @@ def test_multi_token_prediction_is_predicted(tmp_path: Path) -> None:
 
 def test_offload_times_follow_the_host_link(tmp_path: Path) -> None:
     """At 10 GB/s, 1 MB needs 100 us."""
-    costs = replace(Costs.uniform(2, 4), held_after_forward_bytes=(1e6, 2e6, 2e6, 1e6))
+    costs = Costs.uniform(2, 4).having(held_after_forward_bytes=(1e6, 2e6, 2e6, 1e6))
     cluster = load_sample(tmp_path, cluster={"host_link": {"gb_per_s": 10}}).cluster
     copied_costs = Machine.of(cluster).copied(costs)
     for kind in (COPY_OUT, COPY_BACK):

@@ -3,7 +3,6 @@
 import re
 import time
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,7 +111,7 @@ def test_figure_has_title_legend_and_units(tmp_path):
 def test_costs_in_bytes_are_shown_in_gib(tmp_path):
     costs = Costs.uniform(4, 8, 900.0, 1000.0, 800.0, 50.0)
     activation_bytes = (2.0**30,) * 8
-    costs = Costs(
+    costs = Costs.of(
         costs.forward_us,
         costs.backward_us,
         costs.weight_us,
@@ -160,10 +159,8 @@ def test_suffix_is_case_insensitive_and_unknown_suffix_rejected(tmp_path):
 
 
 def test_costs_without_activation_memory_are_drawn(tmp_path):
-    empty_costs = replace(
-        Costs.uniform(2, 4),
-        held_after_forward_bytes=(0.0,) * 4,
-        held_after_backward_bytes=(0.0,) * 4,
+    empty_costs = Costs.uniform(2, 4).having(
+        held_after_forward_bytes=(0.0,) * 4, held_after_backward_bytes=(0.0,) * 4
     )
     figure = schedule_figure(simulate(make("v-min", 2, 3)), empty_costs)
     assert "Activation memory" in draw(tmp_path, figure).texts

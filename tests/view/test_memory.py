@@ -23,7 +23,7 @@ def test_steps_reach_the_peak_and_end_empty(name):
 
 def test_memory_after_b_and_after_w():
     schedule = make("v-zb", 1, 1)
-    costs = Costs((1.0,) * 2, (1.0,) * 2, (1.0,) * 2, 0.0, (8.0, 8.0), (3.0, 3.0))
+    costs = Costs.of((1.0,) * 2, (1.0,) * 2, (1.0,) * 2, 0.0, (8.0, 8.0), (3.0, 3.0))
     steps = held_steps(simulate(schedule, costs), costs, 0)
     assert [memory for _, memory in steps[:2]] == [8.0, 16.0]
     assert {memory for _, memory in steps} <= {16.0, 11.0, 8.0, 6.0, 3.0, 0.0}

@@ -12,7 +12,7 @@ from megatron_vshape.view.numbers import GIB, format_sufficient_limit, idle_line
 @pytest.mark.parametrize(("name", "stages"), [("1f1b", 4), ("v-zb", 8)])
 def test_peak_in_bytes_is_relative_to_1f1b_in_bytes(name: str, stages: int) -> None:
     activation_bytes = (8 * GIB / stages,) * stages
-    costs = Costs(
+    costs = Costs.of(
         (1000.0,) * stages,
         (1000.0,) * stages,
         (1000.0,) * stages,
@@ -38,14 +38,14 @@ def test_a_limit_is_rounded_up(memory: float, text: str) -> None:
 def test_chunk_is_a_share_of_the_model_activations() -> None:
     """With five times the activations in the last stage, 1F1B needs less on the first device."""
     activation_bytes = (1.0, 1.0, 1.0, 5.0)
-    costs = Costs((1.0,) * 4, (1.0,) * 4, (1.0,) * 4, 0.0, activation_bytes, activation_bytes)
+    costs = Costs.of((1.0,) * 4, (1.0,) * 4, (1.0,) * 4, 0.0, activation_bytes, activation_bytes)
     numbers = numbers_of(simulate(make("1f1b", 4, 8), costs), costs)
     assert numbers.peak_chunks == (4, 3, 2, 5)  # of an eighth of 8
 
 
 def test_schedule_without_activations_has_relative_peak_one() -> None:
     ones, zeros = (1.0,) * 4, (0.0,) * 4
-    costs = Costs(ones, ones, ones, 0.0, zeros, zeros)
+    costs = Costs.of(ones, ones, ones, 0.0, zeros, zeros)
     assert numbers_of(simulate(make("1f1b", 4, 8), costs), costs).relative_peak == 1
 
 
@@ -68,7 +68,7 @@ def test_bytes_are_those_of_the_fused_schedule() -> None:
     """No pass waits for B of the first stage, so its W is fused with it."""
     stages = 4
     activation_bytes = (4 * GIB,) * stages, (6 * GIB,) * stages
-    costs = Costs(*((1.0,) * stages,) * 3, 0.0, *activation_bytes, state_bytes=(0.0,) * stages)
+    costs = Costs.of(*((1.0,) * stages,) * 3, 0.0, *activation_bytes, state_bytes=(0.0,) * stages)
     schedule = make("zb-h1", stages, 8)
     split_peaks = peak_held(schedule, costs)
     fused_peaks = numbers_of(simulate(schedule, costs), costs).peak_bytes

@@ -8,8 +8,8 @@ from shared_costs import shared_costs
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.pieces import Piece
 from megatron_vshape.core.model.schedule import ELLIPSIS, Timeline
+from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.vocabulary import with_vocabulary_passes
 from megatron_vshape.view.text import picture, wants_colour
@@ -81,13 +81,17 @@ def test_color_depends_on_terminal_and_no_color(monkeypatch, stream, environment
 
 def with_short_sums() -> Timeline:
     plain = Costs.uniform(4, 8, 10.0, 10.0, 10.0, 0.0)
-    shared = shared_costs(plain, Piece(1, 1, 1, 1, 1), Piece(8, 8, 8, 1, 1), 4, 0.03)
+    shared = shared_costs(
+        plain, StageCosts.of(1, 1, 1, 1, 1), StageCosts.of(8, 8, 8, 1, 1), 4, 0.03
+    )
     return simulate(with_vocabulary_passes(make("v-half", 4, 8), shared), shared)
 
 
 def with_an_empty_stage() -> Timeline:
     times = (0.02, *(10.0,) * 7)
-    return simulate(make("v-half", 4, 8), Costs(times, times, times, 0.0, (1.0,) * 8, (1.0,) * 8))
+    return simulate(
+        make("v-half", 4, 8), Costs.of(times, times, times, 0.0, (1.0,) * 8, (1.0,) * 8)
+    )
 
 
 @pytest.mark.parametrize("make_timeline", [with_short_sums, with_an_empty_stage])

@@ -22,7 +22,7 @@ from math import inf
 from operator import sub
 
 from megatron_vshape.core.model.costs import MIN_AMOUNT, Costs, format_memory
-from megatron_vshape.core.model.kinds import EXCHANGES, PARTS, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import COLLECTIVE_TIMES, PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.placement import Placement, check_placement, stages_of
 from megatron_vshape.core.model.schedule import Objective
 
@@ -83,7 +83,7 @@ def min_memory(costs: Costs, placement: Placement, num_devices: int) -> tuple[fl
     # Only the largest microbatch must fit alone.
     costs = _with_combined_factors(costs, max)
     fixed = costs.fixed_bytes(placement, num_devices)
-    forward, backward, weight = map(costs.works, PARTS)
+    forward, backward, weight = map(costs.workspace, PARTS)
     peaks: list[float] = []
     for stages, peak in zip(stages_of(placement, num_devices), fixed, strict=True):
         # Memory before and after all slices' F of a stage, in model order. B frees it in reverse
@@ -254,21 +254,25 @@ def _memory_bound(
 
 
 def _with_combined_factors(costs: Costs, combine: Callable[[Sequence[float]], float]) -> Costs:
-    amounts = {
-        name: tuple(combine(factors) * amount for amount in costs.lists()[name])
-        for name, factors in costs.by_microbatch
-    }
-    return replace(costs, by_microbatch=()).having(**amounts) if amounts else costs
+    if not costs.by_microbatch:
+        return costs
+    combined = {amount: combine(factors) for amount, factors in costs.by_microbatch}
+    stages = (
+        stage.converted(lambda amount, value: combined.get(amount, 1.0) * value)
+        for stage in costs.stages
+    )
+    return replace(costs, stages=tuple(stages), by_microbatch=())
 
 
 def in_passes(costs: Costs) -> Costs:
     """Move collectives and host time into the times of the passes."""
-    if not costs.host_us and all(getattr(costs, name) is None for name in EXCHANGES):
+    if not costs.host_us and costs.by_stage.keys().isdisjoint(COLLECTIVE_TIMES):
         return costs
     stages = range(costs.num_stages)
-    times = {kind.time: tuple(costs.time_us(kind, stage) for stage in stages) for kind in PARTS}
-    passes_only = replace(costs, host_us=0.0)
-    return passes_only.having(**times, whole_backward_us=costs.whole_us, **dict.fromkeys(EXCHANGES))
+    # Without costs of its own, a BW still follows from B and W.
+    kinds = PARTS if costs.whole_us is None else (*PARTS, Kind.BW)
+    times = {k.time: [costs.time_us(k, stage) for stage in stages] for k in kinds}
+    return replace(costs, host_us=0.0).without(COLLECTIVE_TIMES).having(times)
 
 
 def _relax_full_backwards(costs: Costs) -> Costs:
@@ -282,29 +286,34 @@ def _relax_full_backwards(costs: Costs) -> Costs:
     relaxed = in_passes(shortest)
     # BW retains F's activations until it ends, even if B would retain more for its W.
     retained_bytes = map(min, costs.held_after_forward_bytes, costs.held_after_backward_bytes)
-    relaxed = relaxed.having(held_after_backward_bytes=tuple(retained_bytes))
-    if relaxed.whole_backward_us is None:
+    relaxed = relaxed.having({Kind.B.retained: tuple(retained_bytes)})
+    full_backward_us = relaxed.by_stage.get(Kind.BW.time)
+    if full_backward_us is None:
         return relaxed
     backward, weight = [], []
     for backward_us, weight_us, full_us in zip(
-        relaxed.backward_us, relaxed.weight_us, relaxed.whole_backward_us, strict=True
+        relaxed.backward_us, relaxed.weight_us, full_backward_us, strict=True
     ):
         weight.append(
             min(weight_us, max(full_us - backward_us, full_us / 1000))
         )  # positive, as times must be
         backward.append(min(backward_us, full_us - weight[-1]))
-    return relaxed.having(
-        backward_us=tuple(backward), weight_us=tuple(weight), whole_backward_us=None
-    )
+    split = relaxed.without([Kind.BW.time])
+    return split.having({Kind.B.time: backward, Kind.W.time: weight})
 
 
 def never_split(costs: Costs) -> Costs:
     """Return costs for schedules without split backwards: B is the full backward, W negligible."""
     full_us = [costs.time_us(Kind.BW, stage) for stage in range(costs.num_stages)]
     weight_share = 1e-6  # share of W; times must be positive
-    return in_passes(costs).having(
-        backward_us=tuple(time_us * (1 - weight_share) for time_us in full_us),
-        weight_us=tuple(max(time_us * weight_share, MIN_AMOUNT) for time_us in full_us),
-        whole_backward_us=None,
-        held_after_backward_bytes=(0.0,) * costs.num_stages,
+    return (
+        in_passes(costs)
+        .without([Kind.BW.time])
+        .having(
+            {
+                Kind.B.time: [time_us * (1 - weight_share) for time_us in full_us],
+                Kind.W.time: [max(time_us * weight_share, MIN_AMOUNT) for time_us in full_us],
+                Kind.B.retained: [0.0] * costs.num_stages,
+            }
+        )
     )

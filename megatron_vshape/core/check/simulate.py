@@ -61,10 +61,10 @@ def costs_of(schedule: Schedule, costs: Costs | None = None) -> Costs:
         )
     # `by_microbatch` of whole microbatches has a factor per microbatch, not per slice.
     num_microbatches = schedule.unsliced_microbatches * costs.slices
-    for name, factors in costs.by_microbatch:
+    for amount, factors in costs.by_microbatch:
         if len(factors) != num_microbatches:
             raise ScheduleError(
-                f"the costs have {name} of {len(factors)} microbatches, the schedule has "
+                f"the costs have {amount} of {len(factors)} microbatches, the schedule has "
                 f"{num_microbatches}"
             )
     return costs.sliced(schedule.slices)
@@ -278,10 +278,10 @@ def held_curve(schedule: Schedule, costs: Costs, device: int) -> list[float]:
 def _curves(schedule: Schedule, costs: Costs, devices: Iterable[int]) -> Iterator[list[float]]:
     fixed = costs.fixed_bytes(schedule.placement, schedule.num_devices)
     amounts = {
-        kind: list(zip(costs.works(kind), *costs.changes(kind), strict=True))
+        kind: list(zip(costs.workspace(kind), *costs.changes(kind), strict=True))
         for kind in schedule.kinds
     }
-    memory_varies = any(name in HELD for name, _ in costs.by_microbatch)
+    memory_varies = any(amount in HELD for amount, _ in costs.by_microbatch)
     for device in devices:
         memory, partner_workspace, overlapped = fixed[device], 0.0, schedule.overlapped
         curve = list[float]()
@@ -302,10 +302,14 @@ def _curves(schedule: Schedule, costs: Costs, devices: Iterable[int]) -> Iterato
 
 def _changes_of(work: Pass, costs: Costs) -> tuple[float, float]:
     """Return the memory allocated at the start, and retained minus freed at the end of a pass."""
-    kind, amounts = work.kind, costs.held(work.kind)
+    kind = work.kind
+    memory, amounts = (
+        costs.stages[work.stage].memory(kind),
+        (kind.allocated, kind.retained, kind.freed),
+    )
     allocated, retained, freed = (
-        stage_amounts[work.stage] * microbatch_factor(costs, name, work.microbatch)
-        for stage_amounts, name in zip(amounts, (kind.takes, kind.keeps, kind.frees), strict=True)
+        value * microbatch_factor(costs, amount, work.microbatch)
+        for value, amount in zip(memory, amounts, strict=True)
     )
     return allocated, retained - freed
 
@@ -371,7 +375,7 @@ def peak_moved(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     So slower copies never increase the peak, as for device memory.
     """
     costs = costs_of(schedule, costs)
-    moved = {kind: costs.amounts(kind.moves) or () for kind in schedule.kinds if kind.moves}
+    moved = {k: costs.required(k.offloaded) for k in schedule.kinds if k.offloaded}
     return tuple(_peak_moved(passes, moved) for passes in schedule.order)
 
 

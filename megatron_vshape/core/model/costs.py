@@ -1,31 +1,36 @@
 """Costs of the passes of every stage: time and memory."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
 
-from megatron_vshape.core.model.files import fault_in_file, read_costs, read_text, text_of
+from megatron_vshape.core.model import files
+from megatron_vshape.core.model.amounts import STATE_BYTES, Amount, Measure
 from megatron_vshape.core.model.kinds import (
+    BASIC_AMOUNTS,
+    COPY_BACK,
+    COPY_OUT,
     DEVICE,
-    DUMMY,
-    EXCHANGES,
     HELD,
     KINDS,
-    KNOWN_ALONE,
     MOVING,
+    OPTIONAL_AMOUNTS,
     PARTS,
     PROCESSOR,
-    STATE,
+    REQUIRED_AMOUNTS,
     TIMES,
     VOCABULARY_AMOUNTS,
     Kind,
     ScheduleError,
+    amounts_of,
+    find_amount,
     other_amounts,
 )
 from megatron_vshape.core.model.placement import message_us
+from megatron_vshape.core.model.stage_costs import StageCosts
 
 MIN_AMOUNT, MAX_AMOUNT = 1e-6, 1e15
 """Bounds of times and memory, far inside the range of floats."""
@@ -36,8 +41,11 @@ _MAX_RATIO = 1e9
 Amounts = tuple[float, ...]
 """One value per stage."""
 
+ByMicrobatch = tuple[tuple[Amount, Amounts], ...]
+"""Factors of amounts, one for each microbatch of a step."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class Costs:
     """Times and activation memory of every stage, in model order.
 
@@ -56,47 +64,82 @@ class Costs:
     ((1.2, 1.2, 1.2, 1.2), (1.0, 1.0, 1.0, 1.0))
     """
 
-    forward_us: Amounts
-    backward_us: Amounts
-    weight_us: Amounts
+    stages: tuple[StageCosts, ...]  # all with the same amounts
     send_us: float
-    held_after_forward_bytes: Amounts
-    held_after_backward_bytes: Amounts
     layers: tuple[int, ...] | None = None  # number of layers at the measurement, if known
     _: KW_ONLY
-    whole_backward_us: Amounts | None = None  # of a BW; None: B + W
-    forward_exchange_us: Amounts | None = None  # collectives of F; None: 0
-    backward_exchange_us: Amounts | None = None
-    whole_exchange_us: Amounts | None = None  # None: as B; a BW hides collectives behind W
-    state_bytes: Amounts | None = None  # between steps: weights, gradients, optimizer state
-    forward_work_bytes: Amounts | None = None  # workspace of F; None: 0
-    backward_work_bytes: Amounts | None = None
-    weight_work_bytes: Amounts | None = None
-    whole_work_bytes: Amounts | None = None  # None: the maximum of B and W
-    dummy_bytes: Amounts | None = None  # see `under_megatron`
-    others: tuple[tuple[str, Amounts], ...] = ()  # amounts of other kinds of passes, by name
     host_us: float = 0.0  # launch overhead of a pass of the processor
     sources: tuple[tuple[str, str], ...] = ()  # "measured ..." or "assumed ...", by name
-    # Variable-length microbatches: a factor for each microbatch of a step, by the name of a time or
-    # of the memory after F or B. Overlapped passes have no such factors.
-    by_microbatch: tuple[tuple[str, Amounts], ...] = ()
+    # Variable-length microbatches: factors of times, or of the memory after F or B. Overlapped
+    # passes have no such factors.
+    by_microbatch: ByMicrobatch = ()
     more_send_us: Amounts = ()  # added to send_us, per boundary behind each stage
     device_bytes: float = 0.0  # of every device: workspaces, message buffers
     slices: int = 1  # of a microbatch, if these are the costs of a slice; not in files
 
     def __post_init__(self) -> None:
-        """Sort `others` in the table's order, so that equal costs compare equal.
+        """Check all values.
 
         Raises:
             ScheduleError: an amount is invalid, not given for every stage, or unknown to all kinds.
         """
-        names = other_amounts(KINDS)
-        unknown = [name for name, _ in self.others if name not in names]
+        if not self.stages:
+            raise ScheduleError("the costs have no stages")
+        amounts = self.stages[0].amounts.keys()
+        unknown = [amount.name for amount in amounts - amounts_of(KINDS)]
         if unknown:
             raise ScheduleError(f"no kind of pass has {min(unknown)!r:.40}")
-        sorted_amounts = sorted(self.others, key=lambda amount: names.index(amount[0]))
-        object.__setattr__(self, "others", tuple(sorted_amounts))
+        if any(stage.amounts.keys() != amounts for stage in self.stages):
+            raise ScheduleError("the costs have other amounts for some stages than for others")
         self._check()
+
+    @classmethod
+    def of(
+        cls,
+        forward_us: Sequence[float],
+        backward_us: Sequence[float],
+        weight_us: Sequence[float],
+        send_us: float,
+        held_after_forward_bytes: Sequence[float],
+        held_after_backward_bytes: Sequence[float],
+        layers: tuple[int, ...] | None = None,
+        *,
+        host_us: float = 0.0,
+        sources: tuple[tuple[str, str], ...] = (),
+        by_microbatch: Sequence[tuple[str, Amounts]] = (),
+        more_send_us: Amounts = (),
+        device_bytes: float = 0.0,
+        **optional: Sequence[float],
+    ) -> "Costs":
+        """Make costs from lists with a value per stage; names are those of costs files.
+
+        Raises:
+            ScheduleError: a list is empty or has another length, or a value is invalid.
+        """
+        times = forward_us, backward_us, weight_us
+        required = (*times, held_after_forward_bytes, held_after_backward_bytes)
+        lists = dict(zip(REQUIRED_AMOUNTS, required, strict=True))
+        lists |= {find_amount(name): optional[name] for name in sorted(optional)}
+        ordered = {amount.name: lists[amount] for amount in amounts_of(KINDS) if amount in lists}
+        for name, values in (ordered | ({} if layers is None else {"layers": layers})).items():
+            if len(values) != len(forward_us) or not values:
+                raise ScheduleError(
+                    f"the costs have {len(values)} values of {name} and {len(forward_us)} of "
+                    "forward_us; there must be one of each per stage"
+                )
+        # `__post_init__` rejects factors of unknown names.
+        known = {amount.name: amount for amount in lists}
+        scaled = (known.get(name, Amount(name, Measure.STATE)) for name, _ in by_microbatch)
+        return cls(
+            _stages_of_lists(lists),
+            send_us,
+            layers,
+            host_us=host_us,
+            sources=sources,
+            by_microbatch=tuple(zip(scaled, (sizes for _, sizes in by_microbatch), strict=True)),
+            more_send_us=more_send_us,
+            device_bytes=device_bytes,
+        )
 
     @classmethod
     def uniform(
@@ -119,73 +162,86 @@ class Costs:
         and W are 1.
         """
         scale = 2 * num_devices / num_stages
-
-        def per_stage(value: float) -> Amounts:
-            return (value * scale,) * num_stages
-
         # In the paper, memory is the activations only.
-        workspace_names = {kind.works for kind in kinds}  # workspace is 0 for these
-        return cls(
-            forward_us=per_stage(forward),
-            backward_us=per_stage(backward),
-            weight_us=per_stage(weight),
-            send_us=send,
-            held_after_forward_bytes=per_stage(1.0),
-            held_after_backward_bytes=per_stage(1.0),
-            host_us=host,
-            others=tuple(
-                (n, per_stage(1.0)) for n in other_amounts(kinds) if n not in workspace_names
-            ),
-        )
+        others = [a for a in other_amounts(kinds) if a.measure is not Measure.WORKSPACE]
+        times = (forward * scale, backward * scale, weight * scale)
+        values = (*times, *(scale for _ in (*HELD, *others)))
+        stage = StageCosts(dict(zip((*REQUIRED_AMOUNTS, *others), values, strict=True)))
+        return cls((stage,) * num_stages, send, host_us=host)
 
-    def having(self, **changes: Any) -> Self:
-        """Replace fields, or amounts of other kinds by name; None removes an amount."""
-        names = {field.name for field in fields(self)}.intersection(changes)
-        amounts = dict(self.others) | {k: v for k, v in changes.items() if k not in names}
-        # `replace` runs `__post_init__`, which sorts and checks the new amounts.
-        field_changes = {name: changes[name] for name in names}
-        remaining_amounts = tuple(
-            (name, values) for name, values in amounts.items() if values is not None
-        )
-        return replace(self, others=remaining_amounts, **field_changes)
+    def having(
+        self, changes: Mapping[Amount, Sequence[float]] | None = None, /, **lists: Sequence[float]
+    ) -> "Costs":
+        """Replace or add amounts, given as one value per stage; keywords are names in files."""
+        amounts = dict(changes or {}) | {find_amount(name): lists[name] for name in sorted(lists)}
+        pairs = zip(self.stages, _stages_of_lists(amounts), strict=True) if amounts else ()
+        stages = tuple(stage.changed(changed.amounts) for stage, changed in pairs)
+        return replace(self, stages=stages) if amounts else self
+
+    def without(self, amounts: Iterable[Amount]) -> "Costs":
+        """Return the costs without these amounts."""
+        removed = frozenset(amounts) & self.by_stage.keys()
+        if not removed:
+            return self
+        return replace(self, stages=tuple(stage.without(removed) for stage in self.stages))
+
+    @cached_property
+    def by_stage(self) -> dict[Amount, Amounts]:
+        """Amounts of every stage, in the order of costs files."""
+        present = self.stages[0].amounts
+        return {
+            amount: tuple(stage.amounts[amount] for stage in self.stages)
+            for amount in amounts_of(KINDS)
+            if amount in present
+        }
 
     def lists(self) -> dict[str, Amounts]:
-        """Return all amounts per stage, by name."""
-        pairs = ((name, getattr(self, name)) for name in _STAGE_FIELDS)
-        return {name: values for name, values in pairs if values is not None} | dict(self.others)
+        """Return all amounts per stage, by their names in costs files and in their order."""
+        return {amount.name: values for amount, values in self.by_stage.items()}
 
-    def amounts(self, name: str) -> Amounts | None:
-        """Return the amounts of this name; None if they follow from others.
+    def required(self, amount: Amount) -> Amounts:
+        """Return the amount of every stage; raises ScheduleError if the costs do not have it."""
+        return tuple(stage.required(amount) for stage in self.stages)
 
-        Raises:
-            ScheduleError: a kind of pass requires the amounts, and these costs do not have them.
-        """
-        if not name:
-            return None
-        if name in _STAGE_FIELDS:
-            values: Amounts | None = getattr(self, name)
-            return values
-        for extra_name, amounts in self.others:
-            if extra_name == name:
-                return amounts
-        raise ScheduleError(f"the costs have no {name}, which a pass of this schedule has")
+    @property
+    def others(self) -> dict[Amount, Amounts]:
+        """Amounts of kinds of passes other than F, B, W and BW, per stage."""
+        return {a: values for a, values in self.by_stage.items() if a not in BASIC_AMOUNTS}
+
+    @property
+    def forward_us(self) -> Amounts:
+        """Time of F per stage."""
+        return self.by_stage[Kind.F.time]
+
+    @property
+    def backward_us(self) -> Amounts:
+        """Time of B per stage."""
+        return self.by_stage[Kind.B.time]
+
+    @property
+    def weight_us(self) -> Amounts:
+        """Time of W per stage."""
+        return self.by_stage[Kind.W.time]
+
+    @property
+    def held_after_forward_bytes(self) -> Amounts:
+        """Activation memory per stage and microbatch from the start of F."""
+        return self.by_stage[Kind.F.allocated]
+
+    @property
+    def held_after_backward_bytes(self) -> Amounts:
+        """Activation memory per stage and microbatch from the end of B."""
+        return self.by_stage[Kind.B.retained]
 
     @property
     def num_stages(self) -> int:
         """Number of stages."""
-        return len(self.forward_us)
+        return len(self.stages)
 
     def time_us(self, kind: Kind, stage: int) -> float:
         """Return the total time of a pass of `kind` on `stage`."""
-        host_us = self.host_us if kind.resource == PROCESSOR else 0.0
-        return self._computes_us(kind, stage) + self.exchanges_us(kind, stage) + host_us
-
-    def _computes_us(self, kind: Kind, stage: int) -> float:
-        times = self.amounts(kind.time)
-        if times is not None:
-            return times[stage]
-        # Zero for a simple kind without a time, a marker such as L: its only part is itself.
-        return sum(self._computes_us(part, stage) for part in kind.does if part is not kind)
+        costs, host_us = self.stages[stage], self.host_us if kind.resource == PROCESSOR else 0.0
+        return costs.compute_us(kind) + costs.collective_us(kind) + host_us
 
     @property
     def longest_send_us(self) -> float:
@@ -196,28 +252,22 @@ class Costs:
         """Return the time of a message between stages on two devices."""
         return message_us(self.send_us, self.more_send_us, stage, other_stage)
 
-    def exchanges_us(self, kind: Kind, stage: int) -> float:
-        """Return the time that a pass of `kind` waits for collectives of its stage."""
-        times = self.amounts(kind.exchange)
-        if times is not None:
-            return times[stage]
-        return sum(self.exchanges_us(part, stage) for part in kind.does if part is not kind)
-
     def overlapped_us(self, forward: int, kind: Kind, backward: int) -> float:
         """Return the time of an F&B pair: F of one stage, and B or BW of another.
 
         It is that of the passes without their collectives, but at least that of the collectives.
         """
         alone = self.time_us(Kind.F, forward) + self.time_us(kind, backward)
-        exchanges = self.exchanges_us(Kind.F, forward) + self.exchanges_us(kind, backward)
+        collectives = self.stages[forward].collective_us(Kind.F)
+        exchanges = collectives + self.stages[backward].collective_us(kind)
         return max(alone - exchanges, exchanges)
 
     @property
     def whole_us(self) -> tuple[float, ...] | None:
         """Time of a BW on every stage; None if equal to B + W, so that fusing changes nothing."""
         # With launch overhead, a BW differs from B + W: it is one launch instead of two.
-        full_backward_amounts = self.whole_backward_us, self.whole_exchange_us
-        if full_backward_amounts == (None, None) and not self.host_us:
+        is_known = not self.by_stage.keys().isdisjoint((Kind.BW.time, Kind.BW.collective))
+        if not (is_known or self.host_us):
             return None
         return tuple(self.time_us(Kind.BW, stage) for stage in range(self.num_stages))
 
@@ -230,32 +280,33 @@ class Costs:
         """
         if slices == 1 or self.slices > 1:
             return self
-        amounts = {
+
+        def slice_of(amount: Amount, value: float) -> float:
             # Weights and their gradients do not shrink with the sequence.
-            name: values if name in (STATE, DUMMY) else tuple(amount / slices for amount in values)
-            for name, values in self.lists().items()
-        }
-        return self.having(
-            **amounts,
+            return value if amount.measure is Measure.STATE else value / slices
+
+        return replace(
+            self,
+            stages=tuple(stage.converted(slice_of) for stage in self.stages),
             slices=slices,
             send_us=self.send_us / slices,
             more_send_us=tuple(extra_us / slices for extra_us in self.more_send_us),
             by_microbatch=tuple(
                 # Slice j of microbatch i has the number i * slices + j.
-                (name, tuple(factor for factor in factors for _ in range(slices)))
-                for name, factors in self.by_microbatch
+                (amount, tuple(factor for factor in factors for _ in range(slices)))
+                for amount, factors in self.by_microbatch
             ),
         )
 
     @property
     def copies(self) -> bool:
         """Whether the costs have all kinds of passes that move memory off a device."""
-        return dict(self.others).keys() >= set(other_amounts(MOVING))
+        return self.by_stage.keys() >= set(other_amounts(MOVING))
 
     @property
     def shards_output_layer(self) -> bool:
         """Whether the costs have the passes that all ranks run for embedding and output layer."""
-        return dict(self.others).keys() >= VOCABULARY_AMOUNTS
+        return self.by_stage.keys() >= VOCABULARY_AMOUNTS
 
     def changes(self, kind: Kind) -> tuple[Sequence[float], Sequence[float]]:
         """Return, by stage, the change of memory at the start and at the end of such a pass."""
@@ -266,40 +317,29 @@ class Costs:
 
     def held(self, kind: Kind) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
         """Return, by stage, the memory allocated at the start, retained and freed at the end."""
-        nothing = (0.0,) * self.num_stages
-        allocated, retained, freed = (
-            self.amounts(name) or nothing for name in (kind.takes, kind.keeps, kind.frees)
-        )
+        by_stage = (stage.memory(kind) for stage in self.stages)
+        allocated, retained, freed = zip(*by_stage, strict=True)
         return allocated, retained, freed
 
-    def works(self, kind: Kind) -> Amounts:
+    def workspace(self, kind: Kind) -> Amounts:
         """Return, by stage, the workspace of a pass."""
-        # Not `amounts`: workspace is optional even for kinds that require other amounts.
-        if (workspace := self.lists().get(kind.works)) is not None:
-            return workspace
-        workspaces = [self.works(part) for part in kind.does if part is not kind]
-        return (
-            tuple(map(max, zip(*workspaces, strict=True)))
-            if workspaces
-            else (0.0,) * self.num_stages
-        )
+        return tuple(stage.workspace(kind) for stage in self.stages)
 
     def fixed_bytes(self, placement: Sequence[int], num_devices: int) -> tuple[float, ...]:
         """Return the permanent memory of each device."""
         fixed = [self.device_bytes] * num_devices
-        # Not strict, because unknown state is an empty tuple.
-        for device, state in zip(placement, self.state_bytes or (), strict=False):
-            fixed[device] += state
+        for device, stage in zip(placement, self.stages, strict=False):
+            fixed[device] += stage[STATE_BYTES]
         return tuple(fixed)
 
     def without_state(self) -> "Costs":
         """Return the costs without permanent memory."""
-        return replace(self, state_bytes=None, device_bytes=0.0)
+        return replace(self.without([STATE_BYTES]), device_bytes=0.0)
 
     def of_activations(self) -> "Costs":
         """Return the costs with activation memory only."""
-        workspace_names = {kind.works for kind in KINDS}.intersection(self.lists())
-        return self.without_state().having(**dict.fromkeys(workspace_names))
+        workspaces = (a for a in self.by_stage if a.measure is Measure.WORKSPACE)
+        return self.without_state().without(workspaces)
 
     def busy_us(self, placement: Sequence[int], num_devices: int, num_microbatches: int) -> float:
         """Return the minimum work of the busiest device, with split or full backwards."""
@@ -315,27 +355,29 @@ class Costs:
 
         Only those that read a result of a stage.
         """
-        return sum(
-            min(values)
-            for kind in KINDS
-            for name, values in self.others
-            if kind.of == DEVICE and kind.reads and kind.time == name
-        )
+        times = [kind.time for kind in KINDS if kind.of == DEVICE and kind.reads]
+        return sum(min(self.by_stage[time]) for time in times if time in self.by_stage)
 
-    def with_source(self, text: str, *names: str) -> "Costs":
-        """Return the costs with `text` as the source of these names, or of all without a source."""
+    def with_source(self, text: str, *amounts: Amount) -> "Costs":
+        """Return the costs with `text` as the source of these amounts, or of all without one."""
         sources = dict(self.sources)
-        optional = [name for name in KNOWN_ALONE if getattr(self, name) is not None]
-        all_names = (*TIMES, "send_us", *HELD, *optional, "host_us")
-        new_sources = dict.fromkeys(
-            names or [name for name in all_names if name not in sources], text
-        )
-        return replace(self, sources=tuple((sources | new_sources).items()))
+        optional = [str(amount) for amount in OPTIONAL_AMOUNTS if amount in self.by_stage]
+        all_names = (*map(str, TIMES), "send_us", *map(str, HELD), *optional, "host_us")
+        names = map(str, amounts) if amounts else (n for n in all_names if n not in sources)
+        return replace(self, sources=tuple((sources | dict.fromkeys(names, text)).items()))
 
     def to_json(self) -> str:
         """Return the text of the costs file."""
-        names = (field.name for field in fields(self) if field.name != "slices")
-        return text_of({name: getattr(self, name) for name in names})
+        return files.text_of(
+            self.lists(),
+            send_us=self.send_us,
+            layers=self.layers,
+            host_us=self.host_us,
+            device_bytes=self.device_bytes,
+            sources=dict(self.sources),
+            by_microbatch={amount.name: factors for amount, factors in self.by_microbatch},
+            more_send_us=self.more_send_us,
+        )
 
     @classmethod
     def from_json(cls, text: str) -> "Costs":
@@ -344,31 +386,23 @@ class Costs:
         Raises:
             ScheduleError: not JSON, a missing or unknown key, or an invalid value.
         """
-        return cls(**read_costs(text))
+        return cls.of(**files.read_costs(text))
 
     @classmethod
     def load(cls, path: str | Path) -> "Costs":
         """Load the costs file at `path`; raises ScheduleError with its name."""
-        text = read_text(path, "the costs file")
+        text = files.read_text(path, "the costs file")
         try:
             return cls.from_json(text)
         except ScheduleError as error:
-            raise fault_in_file(error, "the costs file", path) from None
+            raise files.fault_in_file(error, "the costs file", path) from None
 
     def _check(self) -> None:
-        amounts = self.lists()
-        layers: dict[str, Amounts] = {} if self.layers is None else {"layers": self.layers}
-        for name, values in (amounts | layers).items():
-            if len(values) != len(self.forward_us) or not values:
-                raise ScheduleError(
-                    f"the costs have {len(values)} values of {name} and {len(self.forward_us)} of "
-                    "forward_us; there must be one of each per stage"
-                )
         if min(self.layers or (0,)) < 0:
             raise ScheduleError(f"layers holds {min(self.layers or ())}; it must be at least 0")
-        for name, values in amounts.items():
+        for amount, values in self.by_stage.items():
             for stage, value in enumerate(values):
-                _check_value(name, f"{name} of stage {stage}", value, name in EXCHANGES)
+                _check_value(f"{amount} of stage {stage}", value, not amount.is_nonzero)
         self._check_microbatches()
         if len(self.more_send_us) not in (0, self.num_stages - 1):
             raise ScheduleError(
@@ -377,9 +411,9 @@ class Costs:
             )
         single = (("send_us", self.send_us), ("host_us", self.host_us))
         for name, value in (*single, *(("more_send_us", us) for us in self.more_send_us)):
-            _check_value(name, name, value, may_be_zero=True)
-        _check_value("device_bytes", "device_bytes", self.device_bytes)
-        times = [time for name in amounts if name.endswith("_us") for time in amounts[name]]
+            _check_value(name, value)
+        _check_value("device_bytes", self.device_bytes)
+        times = [us for amount, values in self.by_stage.items() if amount.is_time for us in values]
         # Sums of times are float64 with 16 digits: _MAX_RATIO leaves 7 for the shortest time.
         longest = max(*times, self.send_us, self.host_us, *self.more_send_us)
         shortest = min(filter(None, times))
@@ -394,23 +428,23 @@ class Costs:
             raise ScheduleError(
                 "by_microbatch has lists of different lengths; each must cover a whole step"
             )
-        for name, factors in self.by_microbatch:
-            if name not in self.lists() or not (name.endswith("_us") or name in HELD):
+        for amount, factors in self.by_microbatch:
+            if amount not in self.by_stage or not (amount.is_time or amount in HELD):
                 raise ScheduleError(
-                    f"by_microbatch has {name!r:.40}, which is no time of these costs, nor the "
-                    "memory after F or B"
+                    f"by_microbatch has {amount.name!r:.40}, which is no time of these costs, nor "
+                    "the memory after F or B"
                 )
             for factor in factors:
-                _check_value("share_us", f"by_microbatch {name}", factor)
+                _check_value(f"by_microbatch {amount}", factor, may_be_zero=False)
 
 
-_STAGE_FIELDS = dict.fromkeys((*TIMES, *HELD, *KNOWN_ALONE))
-"""Names of the fields with one value per stage, in the order of costs files."""
+def _stages_of_lists(lists: Mapping[Amount, Sequence[float]]) -> tuple[StageCosts, ...]:
+    by_stage = zip(*lists.values(), strict=True)
+    return tuple(StageCosts(dict(zip(lists, values, strict=True))) for values in by_stage)
 
 
-def _check_value(name: str, label: str, value: float, may_be_zero: bool = False) -> None:
+def _check_value(label: str, value: float, may_be_zero: bool = True) -> None:
     """Raise ScheduleError unless the value is in the supported range."""
-    may_be_zero = may_be_zero or not name.endswith("_us")
     if not math.isfinite(value) or value < 0 or not (value or may_be_zero):
         requirement = "finite and not below 0" if may_be_zero else "a finite number above 0"
         raise ScheduleError(f"{label} is {value}; it must be {requirement}")
@@ -431,13 +465,14 @@ def chunk_of(costs: Costs, num_devices: int) -> float:
     return math.fsum(costs.held_after_forward_bytes) / (2 * num_devices)
 
 
-def scaled_times_us(costs: Costs, kind: Kind, stage: int) -> Iterator[tuple[str, float]]:
-    """Yield the times of a pass that scale with the microbatch, by name."""
-    times = costs.amounts(kind.time)
+def scaled_times_us(costs: Costs, kind: Kind, stage: int) -> Iterator[tuple[Amount, float]]:
+    """Yield the times of a pass that scale with the microbatch, by amount."""
+    times = costs.by_stage.get(kind.time)
     if times is None:  # the sum of its parts
         for part in kind.does:
-            yield from scaled_times_us(costs, part, stage)
-    elif any(kind.time == name for name, _ in costs.by_microbatch):
+            if part is not kind:
+                yield from scaled_times_us(costs, part, stage)
+    elif kind.time in dict(costs.by_microbatch):
         yield kind.time, times[stage]
 
 
@@ -445,26 +480,20 @@ def extra_us_of_microbatch(costs: Costs, kind: Kind, stage: int, microbatch: int
     """Return the additional time of a pass of this microbatch over `Costs.time_us`."""
     factors = dict(costs.by_microbatch)
     times = scaled_times_us(costs, kind, stage)
-    return sum(us * (factors[name][microbatch] - 1) for name, us in times)
+    return sum(us * (factors[amount][microbatch] - 1) for amount, us in times)
 
 
-def microbatch_factor(costs: Costs, name: str, microbatch: int) -> float:
-    """Return the factor of a microbatch for the amounts of this name."""
-    return next(
-        (
-            factors[microbatch]
-            for factor_name, factors in costs.by_microbatch
-            if factor_name == name
-        ),
-        1.0,
-    )
+def microbatch_factor(costs: Costs, amount: Amount, microbatch: int) -> float:
+    """Return the factor of a microbatch for this amount."""
+    factors = dict(costs.by_microbatch).get(amount)
+    return 1.0 if factors is None else factors[microbatch]
 
 
 def reordered(costs: Costs, order: Sequence[int]) -> Costs:
     """Reorder the microbatches: the k-th becomes the one with number `order[k]`."""
     reordered_factors = (
-        (name, tuple(factors[microbatch] for microbatch in order))
-        for name, factors in costs.by_microbatch
+        (amount, tuple(factors[microbatch] for microbatch in order))
+        for amount, factors in costs.by_microbatch
     )
     return replace(costs, by_microbatch=tuple(reordered_factors))
 
@@ -492,10 +521,11 @@ def with_copies(costs: Costs, forwards: float) -> Costs:
 
 def with_copies_of(costs: Costs, out_us: Amounts, moved_bytes: Amounts, back_us: Amounts) -> Costs:
     """Make these bytes of every stage movable, with copy times for each direction."""
-    amounts = zip(other_amounts(MOVING), (out_us, moved_bytes, back_us), strict=True)
-    return costs.having(**dict(amounts))
+    return costs.having(
+        {COPY_OUT.time: out_us, COPY_OUT.offloaded: moved_bytes, COPY_BACK.time: back_us}
+    )
 
 
 def without_copies(costs: Costs) -> Costs:
     """Return the costs without kinds of passes that move memory off a device."""
-    return costs.having(**dict.fromkeys(other_amounts(MOVING)))
+    return costs.without(other_amounts(MOVING))

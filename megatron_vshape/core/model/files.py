@@ -7,18 +7,18 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from megatron_vshape.core.model.kinds import (
     HELD,
     KINDS,
-    KNOWN_ALONE,
+    OPTIONAL_AMOUNTS,
+    REQUIRED_AMOUNTS,
     TIMES,
     ScheduleError,
-    amount_names,
-    other_amounts,
+    amounts_of,
 )
 
 MAX_FILE_BYTES = 32 * 2**20
@@ -151,7 +151,7 @@ def _reject_constant(text: str) -> object:
 
 logger = logging.getLogger(__name__)
 
-_FIELDS = (*TIMES, "send_us", *HELD)
+_FIELDS = (*map(str, TIMES), "send_us", *map(str, HELD))
 _DEVICE = "device_bytes"
 _ALONE = ("layers", "host_us", "sources", _DEVICE)
 HALF_DUPLEX = (
@@ -165,20 +165,18 @@ MEASURED, COUNTED, ASSUMED = "measured", "counted", "assumed"
 """Required prefix of the source of a value."""
 
 
-def text_of(costs: Mapping[str, Any]) -> str:
-    """Return the text of the costs file with these fields of `Costs`."""
-    optional_names = ("layers", *KNOWN_ALONE)
-    nonzero = {name: costs[name] or None for name in ("host_us", _DEVICE)}
-    tables = {name: dict(costs[name]) or None for name in ("sources", _UNLIKE)}
-    fields = {name: costs[name] for name in (*_FIELDS, *optional_names)} | nonzero | tables
-    fields |= {_MORE: costs[_MORE] or None} | dict(costs["others"])
-    return json.dumps(
-        {name: value for name, value in fields.items() if value is not None}, indent=1
-    )
+def text_of(lists: Mapping[str, Sequence[float]], **fields: Any) -> str:
+    """Return the text of the costs file with these lists per stage and other fields of `Costs`."""
+    values = {name: value for name, value in fields.items() if value or name == "send_us"}
+    values |= {} if fields["layers"] is None else {"layers": fields["layers"]}
+    values |= lists
+    basic = (str(amount) for amount in OPTIONAL_AMOUNTS)
+    order = (*_FIELDS, "layers", *basic, "host_us", _DEVICE, "sources", _UNLIKE, _MORE, *lists)
+    return json.dumps({name: values[name] for name in order if name in values}, indent=1)
 
 
 def read_costs(text: str) -> dict[str, Any]:
-    """Parse the text of a costs file into the fields of `Costs`.
+    """Parse the text of a costs file into the arguments of `Costs.of`.
 
     Raises:
         ScheduleError: not JSON, a key is missing or unknown, or a value is not a number.
@@ -204,14 +202,13 @@ def read_costs(text: str) -> dict[str, Any]:
     fields[_UNLIKE] = tuple(
         (name, _numbers(name, factors)) for name, factors in microbatch_factors.items()
     )
-    fields |= {name: _numbers(name, data.pop(name)) for name in KNOWN_ALONE if name in data}
-    extra_names = [name for name in other_amounts(KINDS) if name in data]
     # Optional names are popped first, so `check_keys` sees only the required ones and unknown ones.
-    fields["others"] = tuple((name, _numbers(name, data.pop(name))) for name in extra_names)
+    optional = (str(amount) for amount in amounts_of(KINDS)[len(REQUIRED_AMOUNTS) :])
+    fields |= {name: _numbers(name, data.pop(name)) for name in optional if name in data}
     check_keys(data, _FIELDS, "the costs file")
     fields["send_us"] = _numbers("send_us", [data["send_us"]])[0]
-    fields |= {name: _numbers(name, data[name]) for name in (*TIMES, *HELD)}
-    if not any(fields[HELD[0]]):
+    fields |= {name: _numbers(name, data[name]) for name in map(str, REQUIRED_AMOUNTS)}
+    if not any(fields[str(HELD[0])]):
         raise ScheduleError(f"{HELD[0]} is 0 for every stage: at least one must be above 0")
     return fields
 
@@ -222,7 +219,7 @@ def _sources(sources: object) -> tuple[tuple[str, str], ...]:
         raise ScheduleError(
             f"sources is {sources!r:.60}; it must be an object with a text per name"
         )
-    supported_names = (*amount_names(KINDS), "send_us", *_ALONE, *_REMOVED_FIELDS)
+    supported_names = (*map(str, amounts_of(KINDS)), "send_us", *_ALONE, *_REMOVED_FIELDS)
     for name, text in sources.items():
         if name not in supported_names:
             raise ScheduleError(f"sources names {name!r:.40}, which no costs file has")

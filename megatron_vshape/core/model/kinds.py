@@ -16,12 +16,15 @@ result travels by a collective, not by a P2P message. Every device must reach th
 same order (`program.lowering` proves this).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import reduce
+from collections.abc import Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property, reduce
 from graphlib import CycleError, TopologicalSorter
 from itertools import chain
 from operator import or_
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
+
+from megatron_vshape.core.model.amounts import DUMMY_BYTES, NO_AMOUNT, STATE_BYTES, Amount, Measure
 
 
 class ScheduleError(ValueError):
@@ -58,6 +61,7 @@ class Read(NamedTuple):
         return range(stage, stage + 1) if 0 <= stage < num_stages else range(0)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Kind(str):
     """Kind of a pass: its name, as `F` in `F3.12`, and its row of the table.
 
@@ -65,15 +69,15 @@ class Kind(str):
     result of a kind, it is sent there. A kind that `does` others combines one pass of each, in
     order, and satisfies dependencies on any of them.
 
-    Amounts are names of fields of `Costs`, one value per stage:
+    A kind has these amounts, all optional:
 
     * time: computation time (default: none, or the sum of `does`).
-    * exchange: time of collectives with other ranks of the stage.
-    * takes: memory allocated at the start.
-    * keeps: memory retained from the end on.
-    * frees: memory freed at the end.
-    * moves: memory moved off the device, from the pass until the backward.
-    * works: workspace during the pass; for a kind that `does` others, the maximum of theirs unless
+    * collective: time of collectives with other ranks of the stage.
+    * allocated: memory allocated at the start.
+    * retained: memory retained from the end on.
+    * freed: memory freed at the end.
+    * offloaded: memory moved off the device, from the pass until the backward.
+    * workspace: memory during the pass; for a kind that `does` others, the maximum of theirs unless
       the costs specify it.
     """
 
@@ -82,32 +86,54 @@ class Kind(str):
     W: ClassVar["Kind"]
     BW: ClassVar["Kind"]
 
+    name: str
+    _: KW_ONLY
     label: str  # in a legend: "input gradient"
-    words: str  # in a sentence: "the backward pass for the inputs"
     method: str  # of a stage of the model, which the runner calls
-    reads: tuple[Read, ...]  # results of the same microbatch,
-    follows: tuple[Read, ...]  # and of other microbatches, of kinds that may be defined later
-    receives: bool  # whether it reads a result of another stage
-    does: tuple["Kind", ...]  # simple kinds; for a simple kind, itself
-    before: tuple[str, ...]  # kinds of the same stage and microbatch that wait for it if it exists
-    descends: bool  # whether several passes of one microbatch and stage run from last to first
-    everywhere: bool  # whether it is mandatory for every stage and microbatch
-    of: str  # FIRST, LAST or DEVICE: where each microbatch has one pass, if used at all
-    is_collective: bool  # whether no device ends such a pass before all have reached theirs
-    resource: str
-    time: str
-    exchange: str
-    takes: str
-    keeps: str
-    frees: str
-    moves: str
-    works: str
-    colour: str  # of chunk 0, `#rrggbb`
-    terminal: tuple[int, int]  # nearest of a terminal's 256 colors; upper and lower case
+    words: str = ""  # in a sentence: "the backward pass for the inputs"; default: "the " and label
+    reads: tuple[Read, ...] = ()  # results of the same microbatch,
+    follows: tuple[Read, ...] = ()  # and of others, of kinds that may be defined later
+    does: tuple["Kind", ...] = ()  # simple kinds; for a simple kind, itself
+    before: tuple[str, ...] = ()  # kinds of the same stage and microbatch that wait if it exists
+    descends: bool = False  # whether passes of one microbatch and stage run from last to first
+    everywhere: bool = False  # whether it is mandatory for every stage and microbatch
+    of: str = ""  # FIRST, LAST or DEVICE: where each microbatch has one pass, if used at all
+    is_collective: bool = False  # whether no device ends such a pass before all have reached theirs
+    resource: str = PROCESSOR
+    time: Amount = NO_AMOUNT
+    collective: Amount = NO_AMOUNT
+    allocated: Amount = NO_AMOUNT
+    retained: Amount = NO_AMOUNT
+    freed: Amount = NO_AMOUNT
+    offloaded: Amount = NO_AMOUNT
+    workspace: Amount = NO_AMOUNT
+    colour: str = "#6b6b6b"  # of chunk 0, `#rrggbb`
+    terminal: tuple[int, int] = (241, 250)  # nearest of 256 colors; upper and lower case
+
+    def __new__(cls, name: str, **_: object) -> Self:
+        """Make the text of the kind."""
+        return super().__new__(cls, name)
+
+    def __post_init__(self) -> None:
+        """Set the defaults that depend on other fields."""
+        object.__setattr__(self, "words", self.words or f"the {self.label}")
+        # A simple kind includes itself, so that callers treat BW and B in the same way.
+        object.__setattr__(self, "does", self.does or (self,))
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         """Unpickle to the row of this name, because kinds are compared by identity."""
         return find_kind, (str(self),)
+
+    @cached_property
+    def receives(self) -> bool:
+        """Return whether a pass reads a result of another stage."""
+        return any(read.step for read in self.reads)
+
+    @property
+    def amounts(self) -> Iterator[Amount]:
+        """Yield the amounts of time and memory of the kind."""
+        memory = self.allocated, self.retained, self.freed, self.offloaded, self.workspace
+        return filter(None, (self.time, self.collective, *memory))
 
     @property
     def is_execution_numbered(self) -> bool:
@@ -141,53 +167,15 @@ KINDS = _ROWS.values()
 """All rows in the order of their definition."""
 
 
-def define(
-    name: str,
-    *,
-    label: str,
-    method: str,
-    words: str = "",
-    reads: Iterable[Read] = (),
-    does: Sequence[Kind] = (),
-    before: Iterable[str] = (),
-    descends: bool = False,
-    everywhere: bool = False,
-    of: str = "",
-    is_collective: bool = False,
-    resource: str = PROCESSOR,
-    time: str = "",
-    exchange: str = "",
-    takes: str = "",
-    keeps: str = "",
-    frees: str = "",
-    moves: str = "",
-    works: str = "",
-    colour: str = "#6b6b6b",
-    terminal: tuple[int, int] = (241, 250),
-) -> Kind:
-    """Add a row to the table and return its kind; see `Kind` for the fields.
+def define(kind: Kind) -> Kind:
+    """Add a row to the table and return its kind.
 
     Raises:
         ScheduleError: the name exists or is not in capital letters, a referenced kind does not
             exist, or a kind of another resource allocates memory.
     """
-    kind = Kind(name)
-    # `reads` are data of the same microbatch, so the simulator waits for them. `follows` only
-    # constrain the row: the device's pass order already implies the wait.
-    all_reads, kind.before = tuple(reads), tuple(before)
-    kind.reads = tuple(read for read in all_reads if not read.later)
-    kind.follows = tuple(read for read in all_reads if read.later)
-    kind.label, kind.words, kind.method = label, words or f"the {label}", method
-    kind.receives = any(read.step for read in kind.reads)
-    # A simple kind includes itself, so that callers treat BW and B in the same way.
-    kind.does = tuple(does) or (kind,)
-    kind.everywhere, kind.of, kind.descends = everywhere, of, descends
-    kind.is_collective, kind.resource = is_collective, resource
-    kind.time, kind.exchange, kind.moves = time, exchange, moves
-    kind.takes, kind.keeps, kind.frees, kind.works = takes, keeps, frees, works
-    kind.colour, kind.terminal = colour, terminal
     _check_row(kind)
-    _ROWS[name] = kind
+    _ROWS[kind] = kind
     return kind
 
 
@@ -201,11 +189,11 @@ def _check_row(kind: Kind) -> None:
             raise ScheduleError(f"{kind} names {name!r:.40}, which is no kind: {', '.join(_ROWS)}")
     # Peaks are computed from the row order alone. With memory on a concurrent resource, they would
     # depend on measured copy times.
-    amount = kind.takes or kind.keeps or kind.frees or kind.works
-    if kind.resource != PROCESSOR and amount:
+    memory = kind.allocated or kind.retained or kind.freed or kind.workspace
+    if kind.resource != PROCESSOR and memory:
         raise ScheduleError(
-            f"{kind} runs on {kind.resource} and has the memory {amount}: only kinds that run on "
-            f"the {PROCESSOR} can have memory. Remove {amount}"
+            f"{kind} runs on {kind.resource} and has the memory {memory}: only kinds that run on "
+            f"the {PROCESSOR} can have memory. Remove {memory}"
         )
 
 
@@ -225,50 +213,52 @@ def find_kind(name: str) -> Kind:
 # full backward of a step sets the gradients that later ones add to. So F and B of every stage run
 # in microbatch order. The colors are distinguishable with red-green color blindness, and dark
 # enough for white text.
-Kind.F = define(
+Kind.F = Kind(
     "F",
     label="forward",
     words="the forward pass",
     method="forward",
-    reads=[Read("F", -1), Read("F", later=-1)],
+    reads=(Read("F", -1),),
+    follows=(Read("F", later=-1),),
     everywhere=True,
-    time="forward_us",
-    exchange="forward_exchange_us",
-    takes="held_after_forward_bytes",
-    works="forward_work_bytes",
+    time=Amount("forward_us", Measure.TIME),
+    collective=Amount("forward_exchange_us", Measure.COLLECTIVE),
+    allocated=Amount("held_after_forward_bytes", Measure.ACTIVATION),
+    workspace=Amount("forward_work_bytes", Measure.WORKSPACE),
     colour="#1f5fa8",
     terminal=(25, 111),
 )
-Kind.B = define(
+Kind.B = Kind(
     "B",
     label="input gradient",
     words="the backward pass for the inputs",
     method="backward_inputs",
-    reads=[Read("F"), Read("B", +1), Read("B", later=-1)],
+    reads=(Read("F"), Read("B", +1)),
+    follows=(Read("B", later=-1),),
     descends=True,  # later parts of a microbatch read the keys and values of earlier parts
     everywhere=True,
-    time="backward_us",
-    exchange="backward_exchange_us",
-    keeps="held_after_backward_bytes",
-    frees="held_after_forward_bytes",
-    works="backward_work_bytes",
+    time=Amount("backward_us", Measure.TIME),
+    collective=Amount("backward_exchange_us", Measure.COLLECTIVE),
+    retained=Amount("held_after_backward_bytes", Measure.ACTIVATION),
+    freed=Kind.F.allocated,
+    workspace=Amount("backward_work_bytes", Measure.WORKSPACE),
     colour="#c4540a",
     terminal=(166, 216),
 )
-Kind.W = define(
+Kind.W = Kind(
     "W",
     label="weight gradient",
     words="the backward pass for the weights",
     method="backward_weights",
-    reads=[Read("B")],
+    reads=(Read("B"),),
     everywhere=True,
-    time="weight_us",
-    frees="held_after_backward_bytes",
-    works="weight_work_bytes",
+    time=Amount("weight_us", Measure.TIME),
+    freed=Kind.B.retained,
+    workspace=Amount("weight_work_bytes", Measure.WORKSPACE),
     colour="#16806a",
     terminal=(29, 115),
 )
-Kind.BW = define(
+Kind.BW = Kind(
     "BW",
     label="full backward",
     words="the full backward pass",
@@ -276,11 +266,11 @@ Kind.BW = define(
     # Without B's `follows`: rules for the row use the parts in `does`.
     reads=Kind.B.reads,
     does=(Kind.B, Kind.W),
-    time="whole_backward_us",
-    exchange="whole_exchange_us",
+    time=Amount("whole_backward_us", Measure.TIME),
+    collective=Amount("whole_exchange_us", Measure.COLLECTIVE),
     # F's activations stay until the end of W, so a BW never has B's smaller retained part.
-    frees="held_after_forward_bytes",
-    works="whole_work_bytes",
+    freed=Kind.F.allocated,
+    workspace=Amount("whole_work_bytes", Measure.WORKSPACE),
 )
 
 # Offloading to host memory (arXiv 2503.01328): an offloaded microbatch has all four kinds. The
@@ -288,47 +278,47 @@ Kind.BW = define(
 # its row, so a late copy stalls the device but never increases memory.
 TO_HOST, FROM_HOST = "link to the host", "link from the host"
 
-COPY_OUT = define(
+COPY_OUT = Kind(
     "D",
     label="copy to the host",
     method="copy_out",
-    reads=[Read("F")],
+    reads=(Read("F"),),
     resource=TO_HOST,
-    time="copy_out_us",
-    moves="offloaded_bytes",
+    time=Amount("copy_out_us", Measure.COPY),
+    offloaded=Amount("offloaded_bytes", Measure.ACTIVATION),
     colour="#6b4fa0",
     terminal=(61, 146),
 )
-RELEASE = define(
+RELEASE = Kind(
     "L",
     label="release",
     words="the release of offloaded activations",
     method="release",
-    reads=[Read("D")],
-    frees="offloaded_bytes",
+    reads=(Read("D"),),
+    freed=COPY_OUT.offloaded,
     colour="#4d4d4d",
     terminal=(239, 248),
 )
-RELOAD = define(
+RELOAD = Kind(
     "R",
     label="room for a reload",
     words="the allocation for reloaded activations",
     method="make_room",
-    reads=[Read("L")],
+    reads=(Read("L"),),
     descends=True,  # as B does, for which it comes back
-    takes="offloaded_bytes",
+    allocated=COPY_OUT.offloaded,
     colour="#4d4d4d",
     terminal=(239, 248),
 )
-COPY_BACK = define(
+COPY_BACK = Kind(
     "H",
     label="copy from the host",
     method="copy_back",
-    reads=[Read("R")],
+    reads=(Read("R"),),
     descends=True,
-    before=["B"],
+    before=("B",),
     resource=FROM_HOST,
-    time="copy_back_us",
+    time=Amount("copy_back_us", Measure.COPY),
     colour="#8a3b78",
     terminal=(96, 182),
 )
@@ -344,81 +334,86 @@ OFFLOAD = (COPY_OUT, RELEASE, RELOAD, COPY_BACK)
 # next microbatch's S. All of them run in microbatch order.
 COLLECTIVES = "collectives"
 
-LOOKUP = define(
+LOOKUP = Kind(
     "I",
     label="embedding of its tokens",
     words="the shared embedding",
     method="look_up",
-    reads=[Read("I", later=-1)],
+    follows=(Read("I", later=-1),),
     is_collective=True,
     of=DEVICE,
-    time="lookup_us",
-    works="lookup_work_bytes",
+    time=Amount("lookup_us", Measure.TIME),
+    workspace=Amount("lookup_work_bytes", Measure.WORKSPACE),
     colour="#7a6a1f",
     terminal=(101, 186),
 )
-LOOKED_UP = define(
+LOOKED_UP = Kind(
     "E",
     label="sum of embeddings",
     method="sum_embeddings",
-    reads=[Read("I", at=EVERY), Read("E", later=-1)],
-    before=["F"],
+    reads=(Read("I", at=EVERY),),
+    follows=(Read("E", later=-1),),
+    before=("F",),
     of=FIRST,
     resource=COLLECTIVES,
-    time="lookup_sum_us",
+    time=Amount("lookup_sum_us", Measure.TIME),
     colour="#7a6a1f",
     terminal=(101, 186),
 )
-LOGITS = define(
+LOGITS = Kind(
     "S",
     label="its part of the output layer",
     words="the output layer and softmax of vocabulary parallelism",
     method="own_logits",
     is_collective=True,
-    # After the previous C: the broadcast of S also carries that microbatch's gradient of the loss.
-    reads=[Read("F", at=LAST), Read("S", later=-1), Read("C", at=LAST, later=-1)],
+    # The broadcast of S also carries the previous microbatch's gradient of the loss.
+    reads=(Read("F", at=LAST),),
+    follows=(Read("S", later=-1), Read("C", at=LAST, later=-1)),
     of=DEVICE,
-    time="logits_us",
-    takes="logits_bytes",
-    works="logits_work_bytes",
+    time=Amount("logits_us", Measure.TIME),
+    allocated=Amount("logits_bytes", Measure.ACTIVATION),
+    workspace=Amount("logits_work_bytes", Measure.WORKSPACE),
     colour="#a02c5a",
     terminal=(125, 205),
 )
-LOSS = define(
+LOSS = Kind(
     "C",
     label="sum over the vocabulary",
     method="sum_vocabulary",
-    reads=[Read("S", at=EVERY), Read("C", later=-1)],
-    before=["B"],
+    reads=(Read("S", at=EVERY),),
+    follows=(Read("C", later=-1),),
+    before=("B",),
     of=LAST,
     resource=COLLECTIVES,
-    time="logits_sum_us",
+    time=Amount("logits_sum_us", Measure.TIME),
     colour="#a02c5a",
     terminal=(125, 205),
 )
-HEAD_WEIGHT = define(
+HEAD_WEIGHT = Kind(
     "T",
     label="weight gradient of the output layer",
     words="the weight gradient of the shared output layer",
     method="own_head_weights",
-    reads=[Read("S"), Read("C", at=LAST), Read("S", later=+1), Read("T", later=-1)],
+    reads=(Read("S"), Read("C", at=LAST)),
+    follows=(Read("S", later=+1), Read("T", later=-1)),
     of=DEVICE,
-    time="head_weight_us",
-    frees="logits_bytes",
-    works="head_weight_work_bytes",
+    time=Amount("head_weight_us", Measure.TIME),
+    freed=LOGITS.allocated,
+    workspace=Amount("head_weight_work_bytes", Measure.WORKSPACE),
     colour="#3d7d2f",
     terminal=(64, 150),
 )
-LOOKUP_WEIGHT = define(
+LOOKUP_WEIGHT = Kind(
     "J",
     label="gradient of the embedding",
     words="the gradient of the shared embedding",
     method="own_embedding_weights",
     is_collective=True,
-    reads=[Read("B", at=FIRST), Read("J", later=-1)],
+    reads=(Read("B", at=FIRST),),
+    follows=(Read("J", later=-1),),
     of=DEVICE,
-    time="lookup_weight_us",
-    works="lookup_weight_work_bytes",
+    time=Amount("lookup_weight_us", Measure.TIME),
+    workspace=Amount("lookup_weight_work_bytes", Measure.WORKSPACE),
     colour="#4a6b8a",
     terminal=(67, 110),
 )
@@ -426,13 +421,13 @@ LOOKUP_WEIGHT = define(
 VOCABULARY = (LOOKUP, LOOKED_UP, LOGITS, LOSS, HEAD_WEIGHT, LOOKUP_WEIGHT)
 """Kinds of vocabulary parallelism."""
 
-VOCABULARY_AMOUNTS = frozenset({LOGITS.takes, *(kind.time for kind in VOCABULARY)})
-"""Names of the amounts that all costs with vocabulary parallelism have."""
+VOCABULARY_AMOUNTS = frozenset({LOGITS.allocated, *(kind.time for kind in VOCABULARY)})
+"""Amounts that all costs with vocabulary parallelism have."""
 
 ALL_OR_NONE = (OFFLOAD, VOCABULARY)
 """Groups of kinds: a microbatch has all of a group (on its stage or on every device), or none."""
 
-MOVING = tuple(k for group in ALL_OR_NONE if any(kind.moves for kind in group) for k in group)
+MOVING = tuple(k for group in ALL_OR_NONE if any(kind.offloaded for kind in group) for k in group)
 """Kinds of the groups that move memory off a device."""
 
 MOVING_NAME = "offloading"
@@ -452,31 +447,40 @@ PAIR_SIGN = "&"
 PARTS = (Kind.F, Kind.B, Kind.W)
 """Simple kinds with one pass for every stage and microbatch."""
 
+for _kind in (*PARTS, Kind.BW, *OFFLOAD, *VOCABULARY):
+    define(_kind)
+
 TIMES = tuple(kind.time for kind in PARTS)
-HELD = (Kind.F.takes, Kind.B.keeps)
-EXCHANGES = tuple(kind.exchange for kind in (Kind.F, Kind.B, Kind.BW))
-STATE = "state_bytes"
-DUMMY = "dummy_bytes"
-WORKS = tuple(kind.works for kind in (*PARTS, Kind.BW))
-KNOWN_ALONE = (Kind.BW.time, *EXCHANGES, STATE, *WORKS, DUMMY)
-"""Names of optional amounts of F, B, W and BW; all costs have TIMES and HELD.
+HELD = (Kind.F.allocated, Kind.B.retained)
+COLLECTIVE_TIMES = tuple(kind.collective for kind in (Kind.F, Kind.B, Kind.BW))
+WORKSPACES = tuple(kind.workspace for kind in (*PARTS, Kind.BW))
+REQUIRED_AMOUNTS = (*TIMES, *HELD)
+"""Amounts that all costs have."""
 
-`state_bytes` is the memory of a stage between steps: weights, gradients and optimizer state. Under
-Megatron's schedules, a stage also has a dummy gradient as large as the output layer.
-"""
+OPTIONAL_AMOUNTS = (Kind.BW.time, *COLLECTIVE_TIMES, STATE_BYTES, *WORKSPACES, DUMMY_BYTES)
+"""Optional amounts of F, B, W and BW, in the order of costs files."""
 
-
-def amount_names(kinds: Iterable[Kind]) -> list[str]:
-    """Return the names of amounts in `Costs` for these kinds: those of F, B, W and BW first."""
-    rows = ((k.time, k.exchange, k.takes, k.keeps, k.frees, k.works) for k in kinds)
-    names = (*TIMES, *HELD, *KNOWN_ALONE, *chain.from_iterable(rows))
-    return [name for name in dict.fromkeys(names) if name]
+BASIC_AMOUNTS = (*REQUIRED_AMOUNTS, *OPTIONAL_AMOUNTS)
+"""All amounts of F, B, W and BW."""
 
 
-def other_amounts(kinds: Iterable[Kind]) -> list[str]:
-    """Return the names of amounts of these kinds beyond F, B, W and BW, in the table's order."""
-    # `amount_names` starts with these three groups, whichever kinds are given.
-    return amount_names(kinds)[len(TIMES) + len(HELD) + len(KNOWN_ALONE) :]
+def amounts_of(kinds: Iterable[Kind]) -> list[Amount]:
+    """Return the amounts of these kinds: those of F, B, W and BW first, then in table order."""
+    of_kinds = chain.from_iterable(kind.amounts for kind in kinds)
+    return list(dict.fromkeys((*BASIC_AMOUNTS, *of_kinds)))
+
+
+def other_amounts(kinds: Iterable[Kind]) -> list[Amount]:
+    """Return the amounts of these kinds beyond F, B, W and BW, in the table's order."""
+    return amounts_of(kinds)[len(BASIC_AMOUNTS) :]  # which are first for any kinds
+
+
+def find_amount(name: str) -> Amount:
+    """Return the amount of this name in costs files; raises ScheduleError if there is none."""
+    for amount in amounts_of(KINDS):
+        if amount.name == name:
+            return amount
+    raise ScheduleError(f"no kind of pass has {name!r:.40}")
 
 
 class NeedTable:

@@ -169,11 +169,11 @@ class Schedule:
     @property
     def copies(self) -> bool:
         """Whether passes move memory off the devices."""
-        return any(kind.moves for kind in self.kinds)
+        return any(kind.offloaded for kind in self.kinds)
 
     def moving_passes(self) -> Iterator[Pass]:
         """Yield the passes that move memory off their device, device by device."""
-        return (work for row in self.order for work in row if work.kind.moves)
+        return (work for row in self.order for work in row if work.kind.offloaded)
 
     @property
     def splits_backward(self) -> bool:

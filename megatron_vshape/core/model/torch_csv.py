@@ -39,9 +39,7 @@ def package_cells(row: Iterable[str]) -> list[str]:
     Raises:
         ScheduleError: a cell is neither a pass nor a communication of torch.
     """
-    return [
-        _cell_to_step(cell) for cell in row if cell and _COMMUNICATION.fullmatch(cell) is None
-    ]
+    return [_cell_to_step(cell) for cell in row if cell and _COMMUNICATION.fullmatch(cell) is None]
 
 
 def _cell_to_step(cell: str) -> str:

@@ -98,8 +98,8 @@ def _unit_pass_types(placement: Placement) -> "PassTypes":
     """Return unit costs: every simple pass takes 1; a stage's activation lives from F to W."""
 
     def amounts(kind: Kind, _stage: int) -> tuple[int, int, int]:
-        allocates = bool(kind.takes)
-        return len(kind.does), allocates, allocates + bool(kind.keeps) - bool(kind.frees)
+        allocates = bool(kind.allocated)
+        return len(kind.does), allocates, allocates + bool(kind.retained) - bool(kind.freed)
 
     return make_pass_types(_KINDS, placement, amounts)
 
@@ -336,7 +336,7 @@ def make_pass_types(
         change=changes,
         priority=[_type_priority(kind, kinds) for kind, _ in pass_types],
         is_first_stage=[stage == placement.index(placement[stage]) for _, stage in pass_types],
-        is_forward=[kind.everywhere and bool(kind.takes) for kind, _ in pass_types],
+        is_forward=[kind.everywhere and bool(kind.allocated) for kind, _ in pass_types],
         types_of_queue=_ragged_list(
             [
                 queue_type
@@ -352,9 +352,9 @@ def _type_priority(kind: Kind, kinds: Iterable[Kind]) -> int:
     reads = (read for reader in kinds for read in reader.reads)
     # WEIGHT is for passes that free memory and have no reader: they can wait in cool-down.
     awaited = kind.before or any(read.kind in kind.does for read in reads)
-    if kind.frees and not awaited:
+    if kind.freed and not awaited:
         return WEIGHT
-    return OTHER if kind.takes else BACKWARD
+    return OTHER if kind.allocated else BACKWARD
 
 
 def new_scheduler_state(order: PassOrder, zeros: Callable[[int], _IntSequence]) -> SchedulerState:

@@ -121,7 +121,7 @@ def make_problem(
     times = [costs.time_us(kind, stage) for kind in kinds for stage in range(len(placement))]
     ticks_per_us = _time_scale(times, costs.longest_send_us, num_microbatches)
     memory_amounts = (
-        amounts for kind in kinds for amounts in (*costs.held(kind)[:2], costs.works(kind))
+        amounts for kind in kinds for amounts in (*costs.held(kind)[:2], costs.workspace(kind))
     )
     # The largest amount has 12 digits: 10^7 of them fit in 64 bits.
     units_per_byte = scale_to(1e11, max(map(max, memory_amounts)) or 1.0)
@@ -167,7 +167,7 @@ def with_parts_alone(problem: Problem) -> Problem:
 
 def proven_limits(kinds: Sequence[Kind], limits: Sequence[float]) -> tuple[float, ...]:
     """Return the limits for lower bounds: infinite if kinds beyond F, B and W can free memory."""
-    if not any(kind.frees for kind in kinds if kind not in PARTS):
+    if not any(kind.freed for kind in kinds if kind not in PARTS):
         return tuple(limits)
     return tuple(math.inf if limit > 0 else limit for limit in limits)
 
@@ -180,7 +180,7 @@ def _peak_memory(
     peaks = [max(pair) for pair in pairs]
     for allocated, retained, _ in (costs.held(kind) for kind in kinds if kind not in PARTS):
         peaks = [sum(amounts) for amounts in zip(peaks, allocated, retained, strict=True)]
-    workspaces = [max(amounts) for amounts in zip(*map(costs.works, kinds), strict=True)]
+    workspaces = [max(amounts) for amounts in zip(*map(costs.workspace, kinds), strict=True)]
     for local_stages in stages_of(placement, num_devices):
         yield sum(peaks[stage] + workspaces[stage] for stage in local_stages)
 
@@ -220,10 +220,9 @@ def _pass_type_arrays(
 
 def _memory_changes(costs: Costs, kind: Kind, stage: int, units_per_byte: float) -> tuple[int, int]:
     """Return the change of memory while a pass runs, and after it, in units."""
-    amounts = (*costs.held(kind), costs.works(kind))
-    allocated, retained, freed, workspace = (
-        round(amount[stage] * units_per_byte) for amount in amounts
-    )
+    stage_costs = costs.stages[stage]
+    amounts = (*stage_costs.memory(kind), stage_costs.workspace(kind))
+    allocated, retained, freed, workspace = (round(amount * units_per_byte) for amount in amounts)
     return allocated + workspace, allocated + retained - freed
 
 
@@ -288,12 +287,12 @@ def _moved_fields(problem: Problem, num_microbatches: int) -> dict[str, Any]:
     count = len(types.queue)
     link, moved = np.full(len(problem.memory_limits), NONE), np.zeros(count, np.int64)
     stay = np.full((count, num_microbatches, 2), NONE, np.int32)
-    movers = [] if math.isinf(problem.moved_limit) else [kind for kind in kinds if kind.moves]
+    movers = [] if math.isinf(problem.moved_limit) else [kind for kind in kinds if kind.offloaded]
     for mover in movers:
         out, *ends = (
             np.arange(kinds.index(kind), count, len(kinds)) for kind in (mover, Kind.F, Kind.B)
         )
-        queue, amounts = np.asarray(types.queue), problem.costs.amounts(mover.moves) or ()
+        queue, amounts = np.asarray(types.queue), problem.costs.required(mover.offloaded)
         # Both queues have the link, because a move in either can change the moved memory.
         link[queue[out]] = link[queue[ends[0]]] = queue[out]
         moved[out] = [round(amount * problem.units_per_byte) for amount in amounts]

@@ -6,9 +6,10 @@ from typing import Any
 from megatron_vshape.core.check.bounds import limits_by_device, min_memory
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.pieces import Pieces, Share
+from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.model.stage_costs import Share
 
 
 def lighter_layers(

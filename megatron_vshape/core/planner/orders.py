@@ -396,7 +396,7 @@ class PlacementSearch:
         # Annealing ignores workspaces: the largest one is reserved.
         workspaces = [
             max(workspaces_of_stage)
-            for workspaces_of_stage in zip(*map(problem.costs.works, PARTS), strict=True)
+            for workspaces_of_stage in zip(*map(problem.costs.workspace, PARTS), strict=True)
         ]
         activation_limits = [
             limit - max(workspaces[stage] for stage in local_stages)

@@ -23,6 +23,7 @@ from operator import add
 
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.amounts import STATE_BYTES, Amount
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import (
     HEAD_WEIGHT,
@@ -37,11 +38,13 @@ from megatron_vshape.core.model.kinds import (
     Kind,
     NeedTable,
     ScheduleError,
+    other_amounts,
 )
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.pieces import MIN_LAYERS, Piece, Pieces, without_ends
+from megatron_vshape.core.model.pieces import MIN_LAYERS, Pieces, without_ends
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.model.stage_costs import StageCosts
 
 PENDING_LOGITS = (1, 3)
 """Microbatches whose logits may wait on a device for a T without idle time; all are tried."""
@@ -99,11 +102,14 @@ def shared_pieces(
     first, last = pieces.first.times(1 + num_predicting), pieces.last.times(1 + num_predicting)
     all_reduces_us = all_reduce_us * (1 + num_predicting)
     amounts = _amounts(
-        first, last, num_devices, all_reduces_us, logits_bytes, pieces.layer.forward_us
+        first, last, num_devices, all_reduces_us, logits_bytes, pieces.layer[Kind.F.time]
     )
-    state_bytes = (pieces.first.state_bytes + pieces.last.state_bytes) / num_devices
-    shared = replace(without_ends(pieces), device_bytes=pieces.device_bytes + state_bytes)
-    return replace(shared, others=(*pieces.others, *amounts))
+    state_bytes = (pieces.first[STATE_BYTES] + pieces.last[STATE_BYTES]) / num_devices
+    return replace(
+        without_ends(pieces),
+        of_device=pieces.of_device.changed(amounts),
+        device_bytes=pieces.device_bytes + state_bytes,
+    )
 
 
 def estimate_logits_bytes(pieces: Pieces, num_devices: int) -> float:
@@ -112,43 +118,41 @@ def estimate_logits_bytes(pieces: Pieces, num_devices: int) -> float:
     It is the device's shard of the output layer's activations for W, and a hidden state, about 1/17
     of a layer's activations.
     """
-    return (
-        pieces.last.held_after_backward_bytes / num_devices
-        + pieces.layer.held_after_forward_bytes / 17
-    )
+    return pieces.last[Kind.B.retained] / num_devices + pieces.layer[Kind.F.allocated] / 17
 
 
 def _amounts(
-    first: Piece,
-    last: Piece,
+    first: StageCosts,
+    last: StageCosts,
     num_devices: int,
     all_reduce_us: float,
     logits_bytes: float,
     stage_us: float,
-) -> list[tuple[str, float]]:
-    """Return times and memory of a device's vocabulary passes by name; times have a minimum."""
+) -> dict[Amount, float]:
+    """Return times and memory of a device's vocabulary passes; times have a minimum."""
     times_us = {
-        LOOKUP.time: first.forward_us / num_devices,
+        LOOKUP.time: first[Kind.F.time] / num_devices,
         LOOKED_UP.time: all_reduce_us,
-        LOGITS.time: (last.forward_us + last.backward_us) / num_devices,
+        LOGITS.time: (last[Kind.F.time] + last[Kind.B.time]) / num_devices,
         LOSS.time: all_reduce_us,
-        HEAD_WEIGHT.time: last.weight_us / num_devices,
-        LOOKUP_WEIGHT.time: (first.backward_us + first.weight_us) / num_devices,
+        HEAD_WEIGHT.time: last[Kind.W.time] / num_devices,
+        LOOKUP_WEIGHT.time: (first[Kind.B.time] + first[Kind.W.time]) / num_devices,
     }
     min_us = MIN_LAYERS * stage_us / num_devices
-    amounts = [(name, max(min_us, value)) for name, value in times_us.items()]
     workspaces = {
-        LOGITS.works: max(last.forward_work_bytes, last.backward_work_bytes),
-        HEAD_WEIGHT.works: last.weight_work_bytes,
+        LOGITS.workspace: max(last[Kind.F.workspace], last[Kind.B.workspace]),
+        HEAD_WEIGHT.workspace: last[Kind.W.workspace],
     }
-    workspace_amounts = ((name, value / num_devices) for name, value in workspaces.items() if value)
-    return [*amounts, (LOGITS.takes, logits_bytes), *workspace_amounts]
+    return (
+        {amount: max(min_us, value) for amount, value in times_us.items()}
+        | {LOGITS.allocated: logits_bytes}
+        | {amount: value / num_devices for amount, value in workspaces.items() if value}
+    )
 
 
 def without_shared(costs: Costs) -> Costs:
     """Return the costs without vocabulary passes, for making orders of F, B and W."""
-    present = (VOCABULARY_AMOUNTS | {kind.works for kind in VOCABULARY}).intersection(costs.lists())
-    return costs.having(**dict.fromkeys(present)) if present else costs
+    return costs.without(other_amounts(VOCABULARY))
 
 
 def in_proportion(costs: Costs, like: Costs) -> Costs:
@@ -161,13 +165,14 @@ def in_proportion(costs: Costs, like: Costs) -> Costs:
     time_ratio = sum(costs.forward_us) / sum(like.forward_us)
     memory_ratio = sum(costs.held_after_forward_bytes) / sum(like.held_after_forward_bytes)
     vocabulary_amounts = {
-        name: tuple(
-            (memory_ratio if name == LOGITS.takes else time_ratio) * amount for amount in amounts
-        )
-        for name, amounts in like.others
-        if name in VOCABULARY_AMOUNTS - costs.lists().keys()
+        amount: [
+            (memory_ratio if amount == LOGITS.allocated else time_ratio) * value
+            for value in like.required(amount)
+        ]
+        for amount in VOCABULARY_AMOUNTS & like.by_stage.keys()
+        if amount not in costs.by_stage
     }
-    return costs.having(**vocabulary_amounts)
+    return costs.having(vocabulary_amounts)
 
 
 def uniform_shared(num_devices: int, num_stages: int) -> Costs:
@@ -185,8 +190,8 @@ def most_logits_bytes(costs: Costs, max_pending: int = max(PENDING_LOGITS)) -> f
 
     Includes the workspace of vocabulary passes.
     """
-    workspace = max(max(costs.works(kind)) for kind in VOCABULARY)
-    return (max_pending + 1) * max(dict(costs.others).get(LOGITS.takes, (0.0,))) + workspace
+    workspace = max(max(costs.workspace(kind)) for kind in VOCABULARY)
+    return (max_pending + 1) * max(costs.by_stage.get(LOGITS.allocated) or (0.0,)) + workspace
 
 
 def with_vocabulary_passes(schedule: Schedule, costs: Costs) -> Schedule:
@@ -246,8 +251,9 @@ def share_vocabulary(
     equally fast ones that with the smallest peak.
 
     >>> from megatron_vshape import Costs, make, simulate
-    >>> from megatron_vshape.core.model.pieces import Piece, with_ends
-    >>> stages, nothing, head = Costs.uniform(4, 8), Piece(0, 0, 0, 0, 0), Piece(2, 2, 2, 0, 0)
+    >>> from megatron_vshape.core.model.pieces import NOTHING, with_ends
+    >>> from megatron_vshape.core.model.stage_costs import StageCosts
+    >>> stages, nothing, head = Costs.uniform(4, 8), NOTHING, StageCosts.of(2, 2, 2)
     >>> schedule, costs = make("v-half", 4, 12), shared_costs(stages, nothing, head, 4, 0.1)
     >>> simulate(schedule, with_ends(stages, nothing, head)).makespan
     146.0
@@ -329,7 +335,7 @@ class _PassInserter:
         self.extra_wait_us = {LOSS: extra_wait * self.times_us[Kind.F][-1]}
         self.memory_changes = {kind: costs.changes(kind) for kind in schedule.kinds}
         self.peaks = {  # memory that a pass adds while it runs
-            kind: tuple(map(add, allocated, costs.works(kind)))
+            kind: tuple(map(add, allocated, costs.workspace(kind)))
             for kind, (allocated, _) in self.memory_changes.items()
         }
         self.memory = [0.0] * schedule.num_devices

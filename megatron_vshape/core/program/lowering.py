@@ -20,7 +20,14 @@ from typing import NamedTuple
 
 from megatron_vshape.core.check.simulate import costs_of, simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import KINDS, PROCESSOR, Kind, ScheduleError, find_kind
+from megatron_vshape.core.model.kinds import (
+    COLLECTIVE_TIMES,
+    KINDS,
+    PROCESSOR,
+    Kind,
+    ScheduleError,
+    find_kind,
+)
 from megatron_vshape.core.model.passes import Pass, can_overlap
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.model.schedule import Schedule, Timeline
@@ -355,7 +362,7 @@ def pair_adjacent(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     lost_us = simulate(paired, costs).makespan - simulate(schedule, costs).makespan
     # With known collectives, `overlapped_us` already includes the saving.
     saved_us = 0.0  # not in the simulated times
-    if scaled_costs.forward_exchange_us is None and scaled_costs.backward_exchange_us is None:
+    if scaled_costs.by_stage.keys().isdisjoint(COLLECTIVE_TIMES[:2]):
         in_pairs_us = [_length_us(scaled_costs, pair) for pair in paired.overlapped_pairs().items()]
         saved_us = EXCHANGED * sum(in_pairs_us) / schedule.num_devices
     return paired if lost_us <= saved_us else schedule

@@ -289,9 +289,9 @@ class Session:
                 needed_bytes = message_bytes(get_model_config(model[0]), tokens)
                 everyones = self._reserve_memory(pipeline, model, needed_bytes, num_microbatches)
                 lines.append(report.memory_table(everyones, runner.planner.reserved_bytes, limit))
-            lines.append(report.opening_lines(
-                    pipeline, runner.planner, num_microbatches, runner.local_ranks
-                ))
+            lines.append(
+                report.opening_lines(pipeline, runner.planner, num_microbatches, runner.local_ranks)
+            )
             runner.has_first_plan = True
         return "\n".join(line for line in lines if line is not None)
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.pieces import Pieces, without_ends
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.planner.vocabulary import ALL_REDUCE_TIME, shared_pieces
@@ -77,9 +78,7 @@ class SharedEnds:
             vocabulary_costs = (
                 costs if has_vocabulary else self._shared(args, sizes, measured, layers, placement)
             )
-            costs = (
-                self.without(sizes, measured).costs(layers).having(**dict(vocabulary_costs.others))
-            )
+            costs = self.without(sizes, measured).costs(layers).having(vocabulary_costs.others)
         return Split(layers, costs, estimate, shares=sizes.shares)
 
     def _shared(
@@ -109,7 +108,7 @@ class SharedEnds:
             (1 + num_predicting) * stored_values / (17 * args.hidden_size * blocks_per_stage)
         )
         if measured is not None:
-            stored_memory *= blocks_per_stage * measured.layer.held_after_forward_bytes
-        all_reduce_us = ALL_REDUCE_TIME * blocks_per_stage * pieces.layer.forward_us
+            stored_memory *= blocks_per_stage * measured.layer[Kind.F.allocated]
+        all_reduce_us = ALL_REDUCE_TIME * blocks_per_stage * pieces.layer[Kind.F.time]
         shared = shared_pieces(pieces, ranks, all_reduce_us, stored_memory, num_predicting)
         return with_predicting(shared, sizes).costs(layers)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import Widths
-from megatron_vshape.core.model.pieces import Share
+from megatron_vshape.core.model.stage_costs import Share
 from megatron_vshape.mcore.layout import hybrid
 
 Options = Callable[[str], Any]

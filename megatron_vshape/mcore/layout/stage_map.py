@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, Protocol
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import AUTO_SPLIT, even_layers, parse_layers
-from megatron_vshape.core.model.pieces import Encoder, Pieces, Share, pieces_from_costs
+from megatron_vshape.core.model.pieces import Encoder, Pieces
 from megatron_vshape.core.model.placement import Placement, chunks_of, stages_of
+from megatron_vshape.core.model.stage_costs import Share
 from megatron_vshape.core.planner.lighter import fitting_layers
 from megatron_vshape.mcore.layout.sizes import ModelSizes, option_reader, sizes_of
 
@@ -293,9 +294,8 @@ def better_split(
     pieces = Pieces.of(costs, stage_map.layers, shares)
 
     def busiest_us(stage_costs: Costs) -> float:
-        stage_pieces = pieces_from_costs(stage_costs)
         ranks = (stage_map.stages(rank) for rank in range(stage_map.num_ranks))
-        return max(sum(stage_pieces[stage].time_us for stage in stages) for stages in ranks)
+        return max(sum(stage_costs.stages[stage].total_us for stage in stages) for stages in ranks)
 
     layers = pieces.balanced(sum(stage_map.layers), stage_map.placement)
     return layers if busiest_us(pieces.costs(layers)) < 0.97 * busiest_us(costs) else None

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.files import MEASURED
-from megatron_vshape.core.model.pieces import Piece, costs_from_pieces, pieces_from_costs
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
+from megatron_vshape.core.model.stage_costs import StageCosts, stages_of_parts
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.mcore.layout.stage_map import better_split
 from megatron_vshape.mcore.observe.report import (
@@ -430,18 +430,13 @@ def _rest_us(steps: Sequence[Sequence[Sequence[Slot]]], timelines: Sequence[Time
 def _median_costs(costs: Sequence[Costs]) -> Costs:
     """Return the median of several cost measurements of the same stages."""
 
-    stages = zip(*(pieces_from_costs(measurement) for measurement in costs), strict=True)
-    middle = [Piece.middle(measured) for measured in stages]
+    parts = ([stage.as_part() for stage in measurement.stages] for measurement in costs)
+    middle = [StageCosts.middle(measured) for measured in zip(*parts, strict=True)]
     send_us, host_us = (
         median(times_us) for times_us in zip(*((c.send_us, c.host_us) for c in costs), strict=True)
     )
-    other_amounts: dict[str, Any] = {
-        name: tuple(
-            map(median, zip(*(measurement.lists()[name] for measurement in costs), strict=True))
-        )
-        for name, _ in costs[0].others
-    }
-    return costs_from_pieces(middle, send_us, host_us=host_us, **other_amounts)
+    others = {amount: [part[amount] for part in middle] for amount in costs[0].others}
+    return Costs(stages_of_parts(middle), send_us, host_us=host_us).having(others)
 
 
 def _write_trace_files(folder: Path, planned: Timeline, measured: Timeline, costs: Costs) -> None:

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vshape.core.compiling import processors
+from megatron_vshape.core.model.amounts import Amount
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import LOGITS, RELEASE, ScheduleError
+from megatron_vshape.core.model.kinds import COPY_OUT, LOGITS, ScheduleError
 from megatron_vshape.core.request import AUTO
 from megatron_vshape.figures import write_figures
 from megatron_vshape.mcore.setup.choice import GIB
@@ -70,7 +71,7 @@ class Memory(NamedTuple):
     ] = {}  # per stage: bytes of a microbatch that can be moved off the device
     external_memory: Mapping[str, int] = {}  # size in bytes by the name of the memory
     # Bytes of a microbatch that passes of features allocate, by the name of the amount in costs.
-    allocated: Mapping[str, float] = {}
+    allocated: Mapping[Amount, float] = {}
     # Per stage: bytes that the passes of a microbatch share, and bytes of their gradients.
     shared: Mapping[int, tuple[int, int]] = {}
     allocated_bytes: int = 0  # the allocator's peak over the run; 0 without a GPU
@@ -130,7 +131,7 @@ class RunReport:
         return {} if self._memory is None else self._memory.held
 
     @property
-    def allocated(self) -> Mapping[str, float]:
+    def allocated(self) -> Mapping[Amount, float]:
         """Return the bytes that a microbatch's passes of features allocate here, by amount."""
         return {} if self._memory is None else self._memory.allocated
 
@@ -205,7 +206,7 @@ class RunReport:
         logits_bytes = max(
             (tracker.added_bytes(LOGITS, stage) for stage in self.stages), default=0.0
         )
-        allocated = {LOGITS.takes: logits_bytes}
+        allocated = {LOGITS.allocated: logits_bytes}
         shared = {self.stages[chunk]: sizes for chunk, sizes in tracker.shared.items()}
         self._memory = Memory(
             tracker.peak_bytes,
@@ -418,18 +419,17 @@ def byte_costs(memories: Sequence[Memory]) -> Costs:
         *(activation_bytes[stage] for stage in sorted(activation_bytes)), strict=True
     )
     moved = {stage: size for memory in memories for stage, size in memory.moved.items()}
-    costs = Costs(ones, ones, ones, 0.0, after_forward, after_backward)
+    costs = Costs.of(ones, ones, ones, 0.0, after_forward, after_backward)
     movable = tuple(float(moved.get(stage, 0)) for stage in sorted(activation_bytes))
     if moved:
-        costs = costs.having(**{RELEASE.frees: movable})
+        costs = costs.having({COPY_OUT.offloaded: movable})
     return with_allocated(costs, [memory.allocated for memory in memories])
 
 
-def with_allocated(costs: Costs, by_rank: Sequence[Mapping[str, float]]) -> Costs:
+def with_allocated(costs: Costs, by_rank: Sequence[Mapping[Amount, float]]) -> Costs:
     """Return costs with the memory of passes of features; the rank with the most decides."""
-    max_bytes = {name: max(amounts[name] for amounts in by_rank) for name in by_rank[0]}
-    nonzero_bytes = {name: (size,) * costs.num_stages for name, size in max_bytes.items() if size}
-    return costs.having(**nonzero_bytes) if nonzero_bytes else costs
+    max_bytes = {amount: max(amounts[amount] for amounts in by_rank) for amount in by_rank[0]}
+    return costs.having({a: (size,) * costs.num_stages for a, size in max_bytes.items() if size})
 
 
 def persistent(model: Sequence[nn.Module]) -> Iterator[Tensor]:

@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron_vshape.core.model.amounts import STATE_BYTES
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES
 from megatron_vshape.core.request import AUTO
 from megatron_vshape.mcore.layout import hybrid, multi_token
@@ -169,9 +170,7 @@ def _differences(original: Any, draft: Any) -> dict[str, Any]:
     }
 
 
-def _configure(
-    draft: Namespace, options: Options, rank_zero: RankZeroPlanner
-) -> RunConfig | None:
+def _configure(draft: Namespace, options: Options, rank_zero: RankZeroPlanner) -> RunConfig | None:
     """Return the configuration of a run; None for Megatron's schedules. Set it in `draft`."""
     name, ranks = options.schedule, draft.pipeline_model_parallel_size
     # Before `build_config`, which resets options that Megatron's schedule needs.
@@ -337,7 +336,7 @@ def _limit_bytes(choice: ScheduleChoice, options: Options) -> float | None:
     """
     knows = (
         choice.costs is not None
-        and choice.costs.state_bytes is not None
+        and STATE_BYTES in choice.costs.by_stage
         and not choice.shards_output_layer
     )
     if choice.name != AUTO or options.profile_steps is not None or not knows:

@@ -25,6 +25,7 @@ from megatron_vshape.mcore.setup.run_config import RunConfig, ScheduleChoice, Se
 if TYPE_CHECKING:  # it imports torch
     pass
 
+
 class Maturity(StrEnum):
     """The largest hardware on which something has trained."""
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron_vshape.core.check.bounds import fits, min_memory
 from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.model.amounts import STATE_BYTES
 from megatron_vshape.core.model.costs import Costs, with_copies_of
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
@@ -342,7 +343,7 @@ class Planner:
         costs, layers = self._supported_costs(self._known_costs), self.choice.num_layers
         limit: str | tuple[float, ...] | None = self.choice.limit_of
         if self.choice.limit_bytes is not None:  # the run reserves the measured state itself
-            costs = replace(costs, state_bytes=None)
+            costs = costs.without([STATE_BYTES])
         available = self._left_bytes(costs)
         if available is not None:
             # The limit is per rank, but a plan request numbers the devices.

@@ -11,9 +11,9 @@ from typing import Any
 
 from megatron_vshape.core.check.simulate import usable_host_bytes
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.pieces import Share
 from megatron_vshape.core.model.placement import Placement, looping, v_shape, with_loss_last
 from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.model.stage_costs import Share
 from megatron_vshape.core.paper.catalogue import make, placement_of
 from megatron_vshape.core.request import AUTO, PLUS_NAMES, PlanRequest
 from megatron_vshape.mcore.layout.stage_map import StageMap

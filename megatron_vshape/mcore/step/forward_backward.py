@@ -75,9 +75,7 @@ class PipelineRunner:
     create both in the first step: creating process groups is slow and collective.
     """
 
-    def __init__(
-        self, state: StepState, pipeline: RunConfig, planner: Planner, logs: Logs
-    ) -> None:
+    def __init__(self, state: StepState, pipeline: RunConfig, planner: Planner, logs: Logs) -> None:
         """Set the state shared with layers, the schedule, and whether the trainer logs a step."""
         self._state = state
         self.pipeline, self.planner = pipeline, planner
@@ -367,9 +365,7 @@ class PipelineRunner:
             )
         return plan.program, plan.wgrad_overlaps if fills_waits else {}
 
-    def _dependent_groups(
-        self, config: Any, groups: Any
-    ) -> Sequence[dist.ProcessGroup | None]:
+    def _dependent_groups(self, config: Any, groups: Any) -> Sequence[dist.ProcessGroup | None]:
         """Return the groups whose ranks need the same program; None is the group of all ranks.
 
         Data-parallel replicas may run different numbers of microbatches, as with Megatron's

@@ -101,9 +101,7 @@ class StepHook:
     def ends_forward(self, stage: int, is_last: bool, number: int, output: Tensor) -> None:
         """Handle the end of an F in training; `output` still has its data."""
 
-    def before_backward(
-        self, work: Pass, is_last: bool, gradient: Tensor | None
-    ) -> Tensor | None:
+    def before_backward(self, work: Pass, is_last: bool, gradient: Tensor | None) -> Tensor | None:
         """Make the data of a B, BW or W available; return the gradient of the stage's output.
 
         `gradient` is the received one; it is None on the last stage, and for a W.

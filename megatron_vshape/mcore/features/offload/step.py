@@ -35,9 +35,7 @@ class OffloadHook(StepHook):
         shared = chain.from_iterable(tensors() for tensors in self._state.shared_by_passes)
         self._offload.ends_forward(stage, number, output, shared)
 
-    def before_backward(
-        self, work: Pass, is_last: bool, gradient: Tensor | None
-    ) -> Tensor | None:
+    def before_backward(self, work: Pass, is_last: bool, gradient: Tensor | None) -> Tensor | None:
         """Make the activations of a B, BW or W available."""
         if work.kind is Kind.W:
             self._offload.begins_weights(work)

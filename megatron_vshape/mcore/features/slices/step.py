@@ -122,9 +122,7 @@ class Slices(StepHook):
         assert gradient is not None
         self._gradients[part.microbatch] = gradient
 
-    def before_backward(
-        self, work: Pass, is_last: bool, gradient: Tensor | None
-    ) -> Tensor | None:
+    def before_backward(self, work: Pass, is_last: bool, gradient: Tensor | None) -> Tensor | None:
         """Return the gradient of a slice's losses for its B."""
         if not is_last or work.kind is Kind.W:
             return gradient

@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from megatron_vshape.core.check.simulate import costs_of
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import HELD, TIMES
+from megatron_vshape.core.model.kinds import HELD, TIMES, Kind
 from megatron_vshape.core.request import AUTO
 from megatron_vshape.core.variable_length import (
     MicrobatchOrder,
@@ -268,13 +268,13 @@ class MicrobatchReorderer:
             return tuple(microbatch_work * len(work) / sum(work) for microbatch_work in work)
 
         shares = share(1.0), share(_ATTENTION_BACKWARD_RATIO), share(0.0)
-        by_time = dict(zip(TIMES, shares, strict=True))
-        if costs.whole_backward_us is not None:
+        factors = dict(zip(TIMES, shares, strict=True))
+        if Kind.BW.time in costs.by_stage:
             # A full backward costs 2x the forward for GEMMs and 2.5x for attention: half of that
             # relative to GEMMs.
-            by_time["whole_backward_us"] = share(_ATTENTION_BACKWARD_RATIO / 2)
-        by_name = by_time | dict.fromkeys(HELD, share(0.0))
-        return replace(costs, by_microbatch=tuple(by_name.items()))
+            factors[Kind.BW.time] = share(_ATTENTION_BACKWARD_RATIO / 2)
+        factors |= dict.fromkeys(HELD, share(0.0))
+        return replace(costs, by_microbatch=tuple(factors.items()))
 
 
 def _broadcast(decision: list[Any], group: Any, source: int, device: int) -> None:

@@ -271,9 +271,7 @@ class SharedVocabulary(StepHook):
         local_readers = [
             index for index, device in enumerate(self._readers) if device == self._device
         ]
-        expected_tokens = state.tokens.split(state.shape[0])[
-            local_readers[-len(embeddings)]
-        ]
+        expected_tokens = state.tokens.split(state.shape[0])[local_readers[-len(embeddings)]]
         # Checked on the device and read after the passes, so that the host does not wait here.
         self._faults.add(unlike(tokens, expected_tokens), _OTHER_TOKENS)
         part = embeddings.pop(0)
@@ -443,9 +441,7 @@ class SharedVocabulary(StepHook):
         if pending is not None:  # otherwise another pass has read the result already
             pending.wait()
 
-    def before_backward(
-        self, work: Pass, is_last: bool, gradient: Tensor | None
-    ) -> Tensor | None:
+    def before_backward(self, work: Pass, is_last: bool, gradient: Tensor | None) -> Tensor | None:
         """Return the gradient of the last stage's output for its B."""
         if not is_last or work.kind is Kind.W:
             return gradient
