@@ -10,13 +10,13 @@ import pytest
 
 from megatron_vshape.core import compiling
 from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.list_scheduler import number_passes
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.blocks import repeat
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, make, make_block
-from megatron_vshape.core.paper.reordering import number_passes
 
 SIZES = [(1, 4), (2, 5), (3, 7), (4, 8), (5, 20), (8, 33), (16, 40)]
 

@@ -18,28 +18,25 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_vshape.core.check import bounds
-from megatron_vshape.core.compiling import compiled, compiled_once
+from megatron_vshape.core.compiling import compiled_once
+from megatron_vshape.core.list_scheduler import (
+    FILL_CALLEES,
+    NONE,
+    WEIGHT_CALLEES,
+    WITHOUT,
+    PassOrder,
+    PassTypes,
+    RaggedList,
+    fill_idle_slots,
+    make_pass_types,
+    new_scheduler_state,
+    place_weights,
+)
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import Placement, stages_of
 from megatron_vshape.core.model.schedule import Objective, check_size, reversed_slice
-from megatron_vshape.core.paper import reordering
-from megatron_vshape.core.paper.reordering import (
-    EIGHTHS,
-    LATE,
-    NONE,
-    WITHOUT,
-    PassOrder,
-    PassTypes,
-    RaggedList,
-    SchedulerState,
-    finish_pass,
-    make_pass_types,
-    new_scheduler_state,
-    ready_time,
-    reset_state,
-)
 from megatron_vshape.core.planner import improve
 
 _MAX_TICKS = 1e18
@@ -487,7 +484,8 @@ def padded(rows: Iterable[Sequence[int]], length: int = 0) -> np.ndarray:
     return array
 
 
-_fill = compiled_once(reordering.fill_idle_slots, *reordering.CALLEES)
+_fill = compiled_once(fill_idle_slots, *FILL_CALLEES)
+_place_weights = compiled_once(place_weights, *WEIGHT_CALLEES)
 
 
 def fill_idle_time(
@@ -521,10 +519,10 @@ def reinsert_weights(
         num_microbatches: required for an order that lacks passes (default: by its length).
     """
     order, flat = _order_of(problem, row, num_microbatches)
-    new_order, ready_weights = np.empty(len(flat), np.int64), np.empty(len(flat), np.int64)
-    if not _place_weights(
-        order, new_scheduler_state(order, _zeros), problem.weight_of, ready_weights, new_order
-    ):
+    order, state = order._replace(delay=_MAX_DELAY), new_scheduler_state(order, _zeros)
+    new_order, ready = np.empty(len(flat), np.int64), np.empty(len(flat), np.int64)
+    counts = _zeros(len(order.limit)), _zeros(len(order.limit))
+    if not _place_weights(order, state, problem.weight_of, ready, *counts, new_order):
         return None
     return _in_rows_of(row, flat[new_order])
 
@@ -562,73 +560,3 @@ def _order_of(
         is_strict=True,
     )
     return order, flat
-
-
-@compiled
-def _next_start(order: PassOrder, state: SchedulerState, weight_of: np.ndarray, queue: int) -> int:
-    """Return the start of the next pass except W; LATE if its input or memory is missing."""
-    first, end = state.first[queue], order.begin[queue + 1]
-    # W are not part of this sequence: they run as filler.
-    while first < end and weight_of[order.type_of[first]] == order.type_of[first]:
-        first += 1
-    state.first[queue] = state.choice[queue] = first
-    if first == end:
-        return LATE
-    if state.memory[queue] + order.types.peak[order.type_of[first]] > order.limit[queue]:
-        return LATE
-    return ready_time(order, state, first, state.clock[queue])
-
-
-@compiled
-def _place_weights(
-    order: PassOrder,
-    state: SchedulerState,
-    weight_of: np.ndarray,
-    ready_weights: np.ndarray,
-    new_order: np.ndarray,
-) -> bool:
-    """Run the queues in order of their next starts, with W as filler; return False on deadlock.
-
-    A queue's part of `ready_weights` contains the W whose B have run, oldest first.
-    """
-    num_queues = len(order.limit)
-    num_taken, num_listed = np.zeros(num_queues, np.int64), np.zeros(num_queues, np.int64)
-    starts = np.asarray(state.start)
-    reset_state(order, state)
-    for _ in range(len(new_order)):
-        for queue in range(num_queues):
-            # Only queues whose input or memory has changed get a new start.
-            if state.is_stale[queue]:
-                state.is_stale[queue] = 0
-                state.start[queue] = _next_start(order, state, weight_of, queue)
-                # The oldest W first: it frees memory that the next forward may need.
-                if num_taken[queue] < num_listed[queue]:
-                    weight = ready_weights[order.begin[queue] + num_taken[queue]]
-                    _prefer_weight(order, state, queue, weight)
-        queue = int(np.argmin(starts))
-        # The earliest start is LATE, so every queue is blocked.
-        if state.start[queue] == LATE:
-            return False
-        index = state.choice[queue]
-        new_order[order.begin[queue] + state.num_run[queue]] = index
-        finish_pass(order, state, queue, index)
-        pass_type = order.type_of[index]
-        if weight_of[pass_type] == pass_type:
-            num_taken[queue] += 1
-            continue
-        state.first[queue] += 1
-        # A B has run: its W is available as filler.
-        if weight_of[pass_type] != NONE:
-            weight = weight_of[pass_type] * order.num_microbatches + order.microbatch[index]
-            ready_weights[order.begin[queue] + num_listed[queue]] = order.index_of[weight]
-            num_listed[queue] += 1
-    return True
-
-
-@compiled
-def _prefer_weight(order: PassOrder, state: SchedulerState, queue: int, weight: int) -> None:
-    """Choose the oldest W if it delays the next start by at most `_MAX_DELAY`."""
-    start, clock = state.start[queue], state.clock[queue]
-    ticks = order.types.ticks[order.type_of[weight]]
-    if start > clock and clock + ticks <= start + _MAX_DELAY * ticks // EIGHTHS:
-        state.start[queue], state.choice[queue] = clock, weight

@@ -12,6 +12,7 @@ import numpy as np
 from megatron_vshape.core.check import bounds
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.list_scheduler import EIGHTHS
 from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.placement import Placement, looping, stages_of
 from megatron_vshape.core.model.schedule import (
@@ -24,7 +25,6 @@ from megatron_vshape.core.model.schedule import (
 )
 from megatron_vshape.core.paper import blocks
 from megatron_vshape.core.paper.blocks import BuildingBlock
-from megatron_vshape.core.paper.reordering import EIGHTHS
 from megatron_vshape.core.planner import improve
 from megatron_vshape.core.planner.job_shop import (
     Codec,
