@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from megatron_vshape.core.check.verify import verify
     from megatron_vshape.core.model.costs import Costs
     from megatron_vshape.core.model.kinds import ScheduleError
-    from megatron_vshape.core.model.schedule import Plan, Schedule, Timeline, load_schedule
+    from megatron_vshape.core.model.schedule import Schedule, Timeline, load_schedule
     from megatron_vshape.core.paper.catalogue import make
+    from megatron_vshape.core.planner.result import Plan
     from megatron_vshape.core.planner.search import plan
     from megatron_vshape.core.program.lowering import lower
     from megatron_vshape.runtime.p2p import Transport

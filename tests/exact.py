@@ -17,8 +17,9 @@ from megatron_vshape.core.model.costs import Costs, format_memory
 from megatron_vshape.core.model.kinds import PARTS, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import stages_of
-from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, Timeline
+from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
 from megatron_vshape.core.planner.job_shop import Codec, scale_to
+from megatron_vshape.core.planner.result import Plan
 
 TICKS = 10_000
 """Minimum ticks of the mean pass; times are rounded down to ticks for the bound."""

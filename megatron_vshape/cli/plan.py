@@ -53,13 +53,14 @@ from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.layers import AUTO_SPLIT
 from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.model.placement import looping
-from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, check_size
+from megatron_vshape.core.model.schedule import Objective, Schedule, check_size
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, canonical_name
 from megatron_vshape.core.plan import (
     compare_baselines,
     no_worse_than_published,
     plan_request,
 )
+from megatron_vshape.core.planner.result import Plan
 from megatron_vshape.core.planner.vocabulary import ALL_REDUCE_TIME
 from megatron_vshape.core.program.torch_file import find_torch_name
 from megatron_vshape.core.request import (

@@ -12,7 +12,7 @@ from megatron_vshape.cli.options import UnitFormat, format_limit_errors
 from megatron_vshape.cli.progress import Progress, report_progress
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.plan import Point, frontier, published_points
+from megatron_vshape.core.frontier import Point, frontier, published_points
 from megatron_vshape.core.request import PlanRequest, PlanResult
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import GIB, base_peak, fixed, percent, table

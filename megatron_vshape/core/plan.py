@@ -6,8 +6,8 @@ equal times, the plan with less memory is chosen.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from operator import sub
 
@@ -18,9 +18,10 @@ from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.model.costs import Costs, without_copies
 from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.placement import Placement, stages_of
-from megatron_vshape.core.model.schedule import Objective, Plan, Schedule
+from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.paper.blocks import BuildingBlock
-from megatron_vshape.core.paper.catalogue import EVERY_NAME, NAMES
+from megatron_vshape.core.paper.catalogue import EVERY_NAME
+from megatron_vshape.core.planner.result import Plan
 from megatron_vshape.core.planner.vocabulary import (
     PENDING_LOGITS,
     most_logits_bytes,
@@ -470,63 +471,3 @@ def _as_plan(
         source,
         steps,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A schedule at a memory limit. `limit` and `peak` are in the unit of the costs' memory."""
-
-    limit: float
-    peak: float
-    value: float
-    bubble: float
-    schedule: Schedule
-    plan: Plan | None = None  # None for a published schedule
-
-
-def frontier(
-    request: PlanRequest,
-    limits: Sequence[float],
-    report: Callable[[Point], None] = lambda point: None,
-    budget: Budget | None = None,
-) -> list[Point]:
-    """Plan for every limit, from the lowest on.
-
-    A plan for a limit is also valid for every higher one, so that more memory never costs time
-    here. Infeasible limits are omitted. The limit in the request is ignored.
-
-    Raises:
-        LimitError: the highest limit is infeasible; it contains the minimum limit.
-        ScheduleError: there is no limit, or the counts and the costs do not match.
-    """
-    points: list[Point] = []
-    best: Plan | None = None
-    if not limits:
-        raise ScheduleError("a frontier needs a limit at least; none is given")
-    for limit in sorted(limits):
-        if points and budget is not None and budget.stopped():
-            break
-        try:
-            plan = plan_request(replace(request, limit=limit), budget).plan
-        except LimitError:
-            if limit == max(limits):
-                raise
-            continue
-        # For equal values, keep the plan with less memory, with a bound for this limit too.
-        if best is not None and best.value <= plan.value * (1 + SAME):
-            plan = replace(best, lower_bound=min(best.lower_bound, plan.lower_bound))
-        best = plan
-        points.append(Point(limit, max(plan.peak), plan.value, plan.bubble, plan.schedule, plan))
-        report(points[-1])
-    return points
-
-
-def published_points(request: PlanRequest) -> Iterator[Point]:
-    """Yield the catalogue's schedules as points, with the request's costs for each."""
-    for name in NAMES:
-        try:
-            evaluated = evaluate_named(name, request)
-        except ScheduleError:  # not for this size, or no costs for its stages
-            continue
-        peak, value = max(evaluated.peak), request.objective.of(evaluated.timeline)
-        yield Point(peak, peak, value, 1 - evaluated.timeline.busy / value, evaluated.schedule)

@@ -25,7 +25,7 @@ from megatron_vshape.core.model.placement import (
     v_shape,
     zigzag,
 )
-from megatron_vshape.core.model.schedule import Objective, Plan, Schedule, Timeline, load_schedule
+from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline, load_schedule
 from megatron_vshape.core.paper.blocks import BuildingBlock
 from megatron_vshape.core.paper.catalogue import (
     EVERY_NAME,
@@ -36,6 +36,7 @@ from megatron_vshape.core.paper.catalogue import (
     no_such_schedule,
 )
 from megatron_vshape.core.planner.lighter import fitting_layers
+from megatron_vshape.core.planner.result import Plan
 from megatron_vshape.core.planner.vocabulary import with_vocabulary_passes
 from megatron_vshape.core.program.lowering import lower
 

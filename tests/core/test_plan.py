@@ -10,12 +10,13 @@ from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import MAX_GAP, lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.frontier import frontier, published_points
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.plan import frontier, plan_request, published_points
+from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner import search
 from megatron_vshape.core.planner.orders import Candidate, PlacementSearch, Run
 from megatron_vshape.core.planner.search import plan

@@ -9,10 +9,10 @@ from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import v_shape
-from megatron_vshape.core.model.schedule import Plan
 from megatron_vshape.core.paper.catalogue import NAMES, make, make_block
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner import search
+from megatron_vshape.core.planner.result import Plan
 from megatron_vshape.core.request import AUTO, PlanRequest, find_schedule
 
 REAL = (1.0, 1.15, 0.85, 0.05)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_vshape.core.check import bounds
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.frontier import frontier
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PARTS, ScheduleError
 from megatron_vshape.core.model.pieces import regroup
@@ -20,9 +21,9 @@ from megatron_vshape.core.model.placement import (
     v_shape,
     zigzag,
 )
-from megatron_vshape.core.model.schedule import Objective, Plan
-from megatron_vshape.core.plan import frontier
+from megatron_vshape.core.model.schedule import Objective
 from megatron_vshape.core.planner import search
+from megatron_vshape.core.planner.result import Plan
 from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.request import AUTO, PlanRequest
 

@@ -27,9 +27,10 @@ from megatron_vshape.core.model.kinds import (
 )
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import looping, v_shape
-from megatron_vshape.core.model.schedule import MemoryStrategy, Objective, Plan, Schedule, Timeline
+from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
 from megatron_vshape.core.planner import improve, job_shop
 from megatron_vshape.core.planner.offloading import OffloadSearch, memory_strategies
+from megatron_vshape.core.planner.result import MemoryStrategy, Plan
 from megatron_vshape.core.planner.search import plan
 
 REAL = (1.0, 1.15, 0.85, 0.05)

@@ -39,11 +39,11 @@ from megatron_vshape.core.model.kinds import (
     ScheduleError,
 )
 from megatron_vshape.core.model.placement import Placement, chunks_of, stages_of
-from megatron_vshape.core.model.schedule import ORDER_ALONE, MemoryStrategy
 from megatron_vshape.core.planner.improve import NONE, JobShop, run_rows
 from megatron_vshape.core.planner.job_shop import Problem, make_problem, padded, reinsert_weights
 from megatron_vshape.core.planner.orders import STARTS, VALUE, Candidate, PlacementSearch, Run
 from megatron_vshape.core.planner.race import best_of
+from megatron_vshape.core.planner.result import ORDER_ALONE, MemoryStrategy
 
 _NEVER = 1 << 62
 

@@ -15,14 +15,7 @@ from megatron_vshape.core.check.verify import verify
 from megatron_vshape.core.list_scheduler import EIGHTHS
 from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.placement import Placement, looping, stages_of
-from megatron_vshape.core.model.schedule import (
-    ORDER_ALONE,
-    MemoryStrategy,
-    Objective,
-    Plan,
-    Schedule,
-    reversed_slice,
-)
+from megatron_vshape.core.model.schedule import Objective, Schedule, reversed_slice
 from megatron_vshape.core.paper import blocks
 from megatron_vshape.core.paper.blocks import BuildingBlock
 from megatron_vshape.core.planner import improve
@@ -40,6 +33,7 @@ from megatron_vshape.core.planner.job_shop import (
 )
 from megatron_vshape.core.planner.modulo import SteadyOrder, find_steady_orders
 from megatron_vshape.core.planner.race import best_of
+from megatron_vshape.core.planner.result import ORDER_ALONE, MemoryStrategy, Plan
 
 Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 """Applies a function to each of several items, like `map`; may use threads."""

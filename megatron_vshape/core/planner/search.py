@@ -42,7 +42,7 @@ from megatron_vshape.core.compiling import compiles, processors, warn_if_slow
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import Placement, default_placements
-from megatron_vshape.core.model.schedule import ORDER_ALONE, Objective, Plan, StrategyResult
+from megatron_vshape.core.model.schedule import Objective
 from megatron_vshape.core.planner.job_shop import Problem, make_problem
 from megatron_vshape.core.planner.offloading import BaseOrders, OffloadSearch, memory_strategies
 from megatron_vshape.core.planner.orders import (
@@ -52,6 +52,7 @@ from megatron_vshape.core.planner.orders import (
     PlacementSearch,
 )
 from megatron_vshape.core.planner.race import best_of, better_half, race
+from megatron_vshape.core.planner.result import ORDER_ALONE, Plan, StrategyResult
 
 CORES = processors() if compiles() else 1
 """Useful number of threads: only compiled loops release the GIL."""
