@@ -468,7 +468,7 @@ def _zero_of(tensor: Tensor) -> int | float:
     ledger = Current.ledger
     if tensor.dtype is torch.bool or ledger is None or _Ignored.now:
         return 0
-    if tensor.numel() == 1 and not ledger.is_in_pass:  # flags and counters of the training loop
+    if tensor.numel() == 1 and not ledger.phase.is_pass:  # flags and counters of the training loop
         return 0
     number = f"{tensor.numel()} integers" if tensor.numel() > 1 else "an integer"
     raise UnknownValueError(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron_vshape.mcore.split import graphs
 from megatron_vshape.rehearsal.ledger import Ledger, tensors_in
+from megatron_vshape.rehearsal.phases import START
 from megatron_vshape.rehearsal.rank_report import GraphBytes
 
 
@@ -25,7 +26,7 @@ class GraphPool:
         self._ledger, self._running, self._inputs = ledger, nn.Module(), 0
         self.most_inputs = 0
         self._inputs_of: dict[int, int] = {}  # bytes per microbatch, by chunk
-        self._pass, self._of_pass = "", 0
+        self._pass, self._of_pass = START, 0
         covered = graphs.covered(chunks)
         inner = {child for module in covered for child in module.children()}
         for module in covered - inner:
@@ -65,9 +66,8 @@ class GraphPool:
         if phase != self._pass:
             self._pass, self._of_pass = phase, 0
         self._of_pass += size
-        kind, *chunk = phase.split()[:2] or [""]
-        if kind == "F":
-            self._inputs_of[int(chunk[0])] = self._of_pass
+        if phase.kind == "F":
+            self._inputs_of[phase.chunk] = self._of_pass
 
     def inputs_of(self, chunk: int) -> int:
         """Return the bytes of a microbatch's static inputs, allocated from F to B of a chunk."""

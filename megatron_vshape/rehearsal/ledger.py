@@ -23,6 +23,7 @@ from megatron_vshape.rehearsal.known_operations import (
     operation_of,
     scratch_sizes,
 )
+from megatron_vshape.rehearsal.phases import OPTIMIZER, START, Phase
 from megatron_vshape.rehearsal.work import Work
 
 UNIT = 512
@@ -54,7 +55,7 @@ class Record:
     size: int
     born: int  # in events of the ledger
     died: int
-    phase: str
+    phase: Phase
     place: str  # the allocating module
     shape: tuple[int, ...]
     what: str = ""  # weights, gradients, optimizer, logits; otherwise an activation
@@ -66,7 +67,7 @@ class Record:
 class PassRecord(NamedTuple):
     """A pass that ran: start and end in seconds of this rank's work, and bytes around it."""
 
-    phase: str
+    phase: Phase
     start: float
     end: float
     did: Work
@@ -91,7 +92,7 @@ class Ledger(TorchDispatchMode):
         self.passes: list[PassRecord] = []
         self.seconds: Callable[[Work], float] = lambda work: 0.0
         self.work = Work()
-        self.phase = self.place = ""
+        self.phase, self.place = START, ""
         self.graphed = False  # whether allocations now go to the pool of CUDA graphs
         self.pool = self.pool_peak = self.other_peak = 0
         self._has_logits = False
@@ -214,12 +215,7 @@ class Ledger(TorchDispatchMode):
             self.peak, self.peak_at, self.peak_phase = self.now, self.clock, self.phase
             self.peak_place = self.place
 
-    peak_phase = peak_place = ""
-
-    @property
-    def is_in_pass(self) -> bool:
-        """Whether a pass of a microbatch runs, as in `F 0 7`."""
-        return self.phase.count(" ") == 2
+    peak_phase, peak_place = START, ""
 
     def held_at(self, clock: int) -> list[Record]:
         """Return the storages that were allocated at this clock."""
@@ -250,7 +246,7 @@ class Ledger(TorchDispatchMode):
         return _OnDevice(self, _OUTSIDE)
 
     @contextlib.contextmanager
-    def during(self, phase: str) -> Iterator[None]:
+    def during(self, phase: Phase) -> Iterator[None]:
         """Set the phase of allocations in this context, and record the memory at both ends."""
         outer_phase, self.phase = self.phase, phase
         outer = self._local, self._local_at
@@ -309,7 +305,7 @@ class Ledger(TorchDispatchMode):
         self._count_traffic(_bytes_of(values))
 
     def _count_traffic(self, size: int) -> None:
-        if self.phase == "optimizer":
+        if self.phase is OPTIMIZER:
             self.work.optimizer_bytes += size
         else:
             self.work.bytes_moved += size
@@ -406,7 +402,7 @@ class Ledger(TorchDispatchMode):
 
     def _mark_logits(self, is_gemm: bool, new_tensors: list[Tensor], args: Any) -> None:
         """Mark logits: the result of the output layer's GEMM, and later tensors of its size."""
-        at_output = self.place.endswith(_OUTPUT_LAYER) or self.phase.startswith("S ")
+        at_output = self.place.endswith(_OUTPUT_LAYER) or self.phase.kind == "S"
         if not (is_gemm and at_output or self._has_logits):
             return
         # A GEMM with logits as input is the output layer's backward: its results are no logits.
@@ -438,7 +434,7 @@ class Ledger(TorchDispatchMode):
 _HOST, _GPU, _OUTSIDE = 1, 2, 3
 _DEVICE, _META = torch.ops.prim.device.default, torch.device("meta")
 _FAKE = (FakeTensor, Tensor)
-_EMPTY = Record(0, 0, 0, "", "", ())
+_EMPTY = Record(0, 0, 0, START, "", ())
 
 
 class _Kernel(contextlib.AbstractContextManager[None]):

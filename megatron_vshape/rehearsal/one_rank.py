@@ -41,6 +41,7 @@ from megatron_vshape.rehearsal.ledger import (
     Record,
     tensors_in,
 )
+from megatron_vshape.rehearsal.phases import JOIN, MODEL, OPTIMIZER, STEP, Phase
 from megatron_vshape.rehearsal.rank_job import RankJob
 from megatron_vshape.rehearsal.rank_report import (
     PARTS,
@@ -205,7 +206,7 @@ class _Run:
             module.logger.addHandler(handler)
 
     def _in_optimizer(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.ledger.during("optimizer"):
+        with self.ledger.during(OPTIMIZER):
             return call(*args, **kwargs)
 
     def _setup(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -215,7 +216,7 @@ class _Run:
         self.args.cuda_graph_warmup_steps = sys.maxsize  # nothing can be captured here
         if self.args.num_experts:
             routing.install(self.args, self.job.imbalance)
-        with self.ledger.during("model"):
+        with self.ledger.during(MODEL):
             model, optimizer, scheduler = call(*args, **kwargs)
         self.chunks = list(model)
         # A shorter run would end before the memory between two steps is recorded.
@@ -230,7 +231,7 @@ class _Run:
         """Set the purpose of existing storages: weights, gradients or optimizer."""
         # By phase first, because some storages have no tensor in the lists below.
         for record in self.ledger.held_at(self.ledger.clock):
-            record.what = {"model": "weights", "optimizer": "optimizer"}.get(record.phase, "")
+            record.what = {MODEL: "weights", OPTIMIZER: "optimizer"}.get(record.phase, "")
         parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
         weights = set(map(id, parameters))
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -280,7 +281,7 @@ class _Run:
         # Cycles that Python has not collected yet would count as memory between two steps.
         gc.collect()
         # Only after the first step: this function runs at the start of each.
-        if self.ledger.phase == "step":
+        if self.ledger.phase is STEP:
             self.held.append(self.ledger.now)
             self.held_parts = _parts(self.ledger.held_at(self.ledger.clock), self.ledger.now)
         # Our schedules check the model in the first step, so `check` stops at the first pass.
@@ -291,7 +292,7 @@ class _Run:
             raise _StepsDone
         if len(self.held) == STEPS:
             raise _StepsDone
-        self.ledger.phase = "step"
+        self.ledger.phase = STEP
         self.peaks.append(self.ledger.peak)
         self.ledger.begin_step()
         self.passes.begin_step()
@@ -321,10 +322,10 @@ class _Run:
         ranks = args.pipeline_model_parallel_size
         many = self.job.batch_microbatches or self.many
         scale = self.scale(many, self.few, ranks, max(len(self.chunks), 1))
-        ran = [record for record in ledger.passes if len(record.phase.split()) == 3]
-        keys = repeated((record.phase, record.did) for record in ran)
+        ran = [record for record in ledger.passes if record.phase.is_pass]
+        keys = repeated((record.phase.microbatch, record.did) for record in ran)
         # The last microbatch of each chunk, because the first one also casts weights.
-        last = [record.did for record in ran if record.phase.split()[2] == str(self.traced - 1)]
+        last = [record.did for record in ran if record.phase.microbatch == self.traced - 1]
         work = ledger.work.plus(self.repeated_work, self.few - self.traced)
         work = work.repeating(keys, last, self.few)
         at_peak = ledger.held_at(ledger.peak_at)
@@ -400,8 +401,7 @@ class _Run:
         """
         records: dict[tuple[str, int], list[PassRecord]] = {}
         for record in passes:
-            kind, chunk_number, _ = record.phase.split()
-            records.setdefault((kind, int(chunk_number)), []).append(record)
+            records.setdefault((record.phase.kind, record.phase.chunk), []).append(record)
         reports = []
         for (kind, chunk), ran in sorted(records.items()):
             work = ran[-1].did.repeating(keys, [ran[-1].did])
@@ -461,7 +461,7 @@ def _message_bytes(args: Any) -> int:
 
 def _peak_between_passes(passes: list[PassRecord]) -> int:
     """Return the peak at the end of a pass, relative to the start of the first."""
-    ran = [record for record in passes if len(record.phase.split()) == 3]
+    ran = [record for record in passes if record.phase.is_pass]
     return max(record.after_bytes for record in ran) - ran[0].before_bytes if ran else 0
 
 
@@ -483,12 +483,10 @@ def _part_of(record: Record) -> str:
         return record.what
     if record.what == WORKSPACES:
         return "rest"
-    if record.phase == "optimizer":
+    if record.phase == OPTIMIZER:
         return "optimizer"
-    return "activations" if record.phase[:1] in _KINDS else "rest"
-
-
-_KINDS = frozenset("FBWISTJECLR")
+    in_pass = record.phase.is_pass and record.phase.kind != JOIN
+    return "activations" if in_pass else "rest"
 
 
 def _parts(records: list[Record], peak: int) -> dict[str, int]:
@@ -507,7 +505,7 @@ _CURVE_CATEGORIES = ("state", "F", "B", "logits", "rest")
 def _curve_category(record: Record) -> str:
     part = _part_of(record)
     if part == "activations":
-        return "F" if record.phase[:1] == "F" else "B"
+        return "F" if record.phase.kind == "F" else "B"
     return part if part in _CURVE_CATEGORIES else "state"
 
 
@@ -552,9 +550,10 @@ class _Passes:
     def __init__(self, ledger: Ledger, before_forward: Callable[[int], None]) -> None:
         self._ledger, self._before_forward = ledger, before_forward
         self._chunks: dict[int, int] = {}
-        self._count: dict[str, int] = {}
-        self._phase_by_output: dict[int, str] = {}
-        self._parts: dict[str, str] = {}  # phases of the running overlapped passes, by kind
+        self._num_passes: dict[tuple[str, int], int] = {}  # by kind and chunk
+        self._num_backwards = 0
+        self._forward_by_output: dict[int, Phase] = {}
+        self._parts: dict[str, Phase] = {}  # phases of the running overlapped passes, by kind
         self._names: dict[int, str] = {}
 
     def register_modules(self, chunks: list[Any]) -> None:
@@ -581,15 +580,23 @@ class _Passes:
 
     def begin_step(self) -> None:
         """Count microbatches from zero again."""
-        self._count.clear()
-        self._phase_by_output.clear()
+        self._num_passes.clear()
+        self._num_backwards = 0
+        self._forward_by_output.clear()
+
+    def _next(self, kind: str, model: Any) -> Phase:
+        """Return the phase of the next pass of this kind through a chunk."""
+        chunk = self._chunks.get(id(model), 0)
+        microbatch = self._num_passes.get((kind, chunk), 0)
+        self._num_passes[kind, chunk] = microbatch + 1
+        return Phase(kind, chunk, microbatch)
 
     def watch(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Wrap a pass of this package so that it sets the phase; its stage has the chunk."""
 
         @functools.wraps(call)
         def run(stage: Any, microbatch: Any = 0, *args: Any, **kwargs: Any) -> Any:
-            with self._ledger.during(f"{name} {stage.chunk} {microbatch}"):
+            with self._ledger.during(Phase(name, stage.chunk, microbatch)):
                 return call(stage, microbatch, *args, **kwargs)
 
         return run
@@ -609,11 +616,8 @@ class _Passes:
     def _overlapped(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         models = inspect.signature(call).bind(*args, **kwargs).arguments
         for kind, name in (("F", "f_model"), ("B", "b_model")):
-            chunk = self._chunks.get(id(models[name]), 0)
             if models[name] is not None:
-                microbatch = self._count.get(f"{kind}{chunk}", 0)
-                self._count[f"{kind}{chunk}"] = microbatch + 1
-                self._parts[kind] = f"{kind} {chunk} {microbatch}"
+                self._parts[kind] = self._next(kind, models[name])
         return call(*args, **kwargs)
 
     def _part(self, kind: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -626,31 +630,23 @@ class _Passes:
 
     def _forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         model = kwargs.get("model", args[2] if len(args) > 2 else None)
-        chunk = self._chunks.get(id(model), 0)
-        microbatch = self._count.get(f"F{chunk}", 0)
-        self._count[f"F{chunk}"] = microbatch + 1
-        self._before_forward(microbatch)
-        with self._ledger.during(f"F {chunk} {microbatch}"):
+        phase = self._next("F", model)
+        self._before_forward(phase.microbatch)
+        with self._ledger.during(phase):
             output = call(*args, **kwargs)
         for tensor in tensors_in((output,)):
             # The backward gets this output tensor, which identifies its chunk and microbatch: the
             # order of interleaved backwards would not. Megatron keeps the tensor until then.
-            self._phase_by_output[id(tensor)] = f"{chunk} {microbatch}"
+            self._forward_by_output[id(tensor)] = phase
         return output
 
     def _backward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = kwargs.get("output_tensor", args[1] if len(args) > 1 else None)
-        chunk_and_microbatch = next(
-            (
-                self._phase_by_output[id(e)]
-                for e in tensors_in((output,))
-                if id(e) in self._phase_by_output
-            ),
-            None,
-        )
-        number = self._count.get("B", 0)
-        self._count["B"] = number + 1
-        with self._ledger.during(f"B {chunk_and_microbatch or f'0 {number}'}"):
+        # A list, because a generator would keep a tensor that the backward frees.
+        forwards = [self._forward_by_output.get(id(tensor)) for tensor in tensors_in((output,))]
+        forward = next(filter(None, forwards), Phase("F", 0, self._num_backwards))
+        self._num_backwards += 1
+        with self._ledger.during(forward._replace(kind="B")):
             return call(*args, **kwargs)
 
 

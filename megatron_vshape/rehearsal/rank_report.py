@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from megatron_vshape.rehearsal.phases import Phase
 from megatron_vshape.rehearsal.step_time import Scale
 from megatron_vshape.rehearsal.work import Work
 
@@ -45,7 +46,7 @@ class GraphBytes:
 class PeakMoment:
     """The moment of the peak."""
 
-    phase: str  # a pass as in `F 0 7` (F of chunk 0, microbatch 7), or another phase
+    phase: Phase
     place: str  # path of the allocating module
 
 
@@ -137,7 +138,7 @@ class RankReport:
         values["sizes"] = asdict(self.sizes)
         values["graph_bytes"] = None if self.graph_bytes is None else asdict(self.graph_bytes)
         values["scale"] = {name: getattr(self.scale, name) for name in _LAUNCHES}
-        values["when"] = {"pass": self.when.phase, "place": self.when.place}
+        values["when"] = {"pass": str(self.when.phase), "place": self.when.place}
         return _without_missing(values, "measured", "memory_measured")
 
     @classmethod
@@ -146,7 +147,7 @@ class RankReport:
         values = dict(plain)
         when, graphs = values["when"], values["graph_bytes"]
         values |= {
-            "when": PeakMoment(when["pass"], when["place"]),
+            "when": PeakMoment(Phase.parse(when["pass"]), when["place"]),
             "graph_bytes": None if graphs is None else GraphBytes(**graphs),
             "holders": [Holder(**holder) for holder in values["holders"]],
             "kinds": [PassReport.from_json(report) for report in values["kinds"]],

@@ -52,7 +52,7 @@ def repeated_microbatch(ledger: Ledger) -> Repeated:
     Raises:
         NotRepeatedError: They differ in their work or in their sequence of allocations and frees.
     """
-    first, second = [record for record in ledger.passes if record.phase.startswith("F ")][-2:]
+    first, second = [record for record in ledger.passes if record.phase.kind == "F"][-2:]
     events = list(_events(ledger.records, first.clock))
     first_sizes = [size for clock, size in events if clock < second.clock]
     second_sizes = [size for clock, size in events if clock >= second.clock]
@@ -90,4 +90,4 @@ def _retained(records: Sequence[Record], start: int) -> list[Record]:
 
 
 def _storage_key(record: Record) -> tuple[Any, ...]:
-    return record.size, record.shape, record.place, record.code, record.phase[:1]
+    return record.size, record.shape, record.place, record.code, record.phase.kind

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_vshape.core.model.kinds import DEVICE, KINDS
 from megatron_vshape.rehearsal.gpus import GIB, Fit, Gpu
+from megatron_vshape.rehearsal.phases import MODEL, OPTIMIZER, START, STEP, Phase
 from megatron_vshape.rehearsal.rank_report import PARTS, GraphBytes, Holder, RankReport
 
 WIDTH = 100
@@ -63,7 +64,7 @@ def format_peak(report: RankReport) -> str:
     )
     place = _place_in_words(report.when.place)
     where = f" in {place}" if place else ""
-    text = f"rank {report.stage}: peak in {describe_pass(report.when.phase)}{where}"
+    text = f"rank {report.stage}: peak in {describe_phase(report.when.phase)}{where}"
     return text + (f"; {largest}" if largest else "")
 
 
@@ -92,19 +93,19 @@ def spare_bytes(report: RankReport, gpu: Gpu) -> float:
     return gpu.allocatable_bytes(report.communicators, 0.0) - report.reserved_bytes
 
 
-def describe_pass(phase: str) -> str:
-    """Format a phase of a step, as in `F 0 7`: F of microbatch 7."""
-    words = phase.split()
-    if len(words) == 3:
-        chunk = f", chunk {words[1]}" if words[1] != "0" else ""
-        of_device = (kind for kind in KINDS if kind == words[0] and kind.of == DEVICE)
+def describe_phase(phase: Phase) -> str:
+    """Format a phase of a step, such as `F of microbatch 7`."""
+    if phase.is_pass:
+        chunk = f", chunk {phase.chunk}" if phase.chunk else ""
+        of_device = (kind for kind in KINDS if kind == phase.kind and kind.of == DEVICE)
         label = "".join(f" ({kind.words.removeprefix('the ')})" for kind in of_device)
-        return f"{words[0]}{label} of microbatch {words[2]}{chunk}"
+        return f"{phase.kind}{label} of microbatch {phase.microbatch}{chunk}"
     return {
-        "model": "the construction of the model",
-        "optimizer": "the optimizer step",
-        "step": "the end of the step",
-    }.get(phase, phase or "the start")
+        START: "the start",
+        MODEL: "the construction of the model",
+        OPTIMIZER: "the optimizer step",
+        STEP: "the end of the step",
+    }[phase]
 
 
 def _place_in_words(place: str) -> str:
@@ -115,11 +116,11 @@ def _place_in_words(place: str) -> str:
     return ""
 
 
-def _holder(holder: Holder, phase: str) -> str:
+def _holder(holder: Holder, phase: Phase) -> str:
     place = _place_in_words(holder.place)
     if holder.part == "logits":
         return "logits"
-    if holder.part == "rest" and phase == "model":
+    if holder.part == "rest" and phase == MODEL:
         # DDP allocates a buffer for the parameters of each data type, and then frees the originals.
         return "parameters that DDP copies into its buffer"
     if holder.part == "rest":

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_vshape.core.model.kinds import FROM_HOST, PARTS, TO_HOST, Kind
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.rehearsal.phases import JOIN
 from megatron_vshape.runtime.program_runner import Handler
 
 Watch = Callable[[Callable[..., Any], str], Callable[..., Any]]
@@ -34,7 +35,7 @@ def install(watch: Watch) -> None:
     run_alone()
     stage: Any = MegatronStage
     for kind in (*PARTS, Kind.BW):
-        setattr(stage, kind.method, watch(getattr(stage, kind.method), kind))
+        setattr(stage, kind.method, watch(getattr(stage, kind.method), str(kind)))
     replaced = program_runner.ProgramRun
     replaced.__post_init__ = _with_watched_handlers(replaced.__post_init__, watch)
 
@@ -70,8 +71,9 @@ def _with_watched_handlers(begin: Callable[[Any], None], watch: Watch) -> Callab
 
         def watched(kind: Kind, handler: Handler) -> Handler:
             return handler._replace(
-                run=lambda work: report_pass(handler.run, kind, work, work.microbatch),
-                join=handler.join and (lambda work: report_pass(handler.join, "join", work, work)),
+                run=lambda work: report_pass(handler.run, str(kind), work, work.microbatch),
+                join=handler.join
+                and (lambda work: report_pass(handler.join, JOIN, work, work.microbatch)),
             )
 
         run.handlers = {

@@ -157,17 +157,17 @@ EACH = " in each microbatch"
 _SHARDS = ("all_gather", "_all_gather", "reduce_scatter", "_reduce_scatter")
 
 
-def repeated(passes: Iterable[tuple[str, Work]]) -> set[ExchangeKey]:
+def repeated(passes: Iterable[tuple[int, Work]]) -> set[ExchangeKey]:
     """Find gathers and scatters of replicas that occur in several microbatches.
 
     Data parallelism reduces gradients in the last microbatch and gathers parameters in the first.
-    FSDP does both in each. Passes are named as `F 0 7`; the last word is the microbatch.
+    FSDP does both in each. `passes` are pairs of a microbatch and the work of one of its passes.
     """
-    microbatches_of: dict[ExchangeKey, set[str]] = {}
-    for name, work in passes:
+    microbatches_of: dict[ExchangeKey, set[int]] = {}
+    for microbatch, work in passes:
         for key in work.exchanges:
             if key[0].startswith(_SHARDS) and is_once(key[1]):
-                microbatches_of.setdefault(key, set()).add(name.split()[-1])
+                microbatches_of.setdefault(key, set()).add(microbatch)
     return {key for key, microbatches in microbatches_of.items() if len(microbatches) > 1}
 
 

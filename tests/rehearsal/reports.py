@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from megatron_vshape.rehearsal.phases import Phase
 from megatron_vshape.rehearsal.rank_report import (
     PARTS,
     ParallelSizes,
@@ -25,7 +26,7 @@ _EMPTY = RankReport(
     held_parts=dict.fromkeys(PARTS, 0),
     replaced_bytes=0,
     parts=dict.fromkeys(PARTS, 0),
-    when=PeakMoment("F 0 0", ""),
+    when=PeakMoment(Phase("F", 0, 0), ""),
     holders=[],
     time={"step_s": 1.0},
     microbatches=1,

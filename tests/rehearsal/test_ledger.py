@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_vshape.rehearsal import adjustments, device, mamba, routing, te_kernels
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.ledger import Ledger, fused
+from megatron_vshape.rehearsal.phases import STEP, Phase
 device.install()
 device.Current.gpu = GPUS["h100"]
 MIB = 1 << 20
@@ -94,11 +95,11 @@ CASES = {
         weights, kept = gpu(MIB), []
         ledger.name(weights, "weights")
         for microbatch in range(2):
-            with ledger.during(f"F 0 {microbatch}"):
+            with ledger.during(Phase("F", 0, microbatch)):
                 kept.append(gpu(2 * MIB))
                 del_me = gpu(MIB)  # while F runs
                 del del_me
-        with ledger.during("B 0 0"):
+        with ledger.during(Phase("B", 0, 0)):
             kept[0] = gpu(MIB)  # what W needs, in place of what F kept
         points = _over_time(ledger.records, ledger.curve)
         in_mib = [{who: size // (4 * MIB) for who, size in held.items()} for *_, held in points]
@@ -170,9 +171,9 @@ CASES = {
         from megatron_vshape.rehearsal.repeats import NotRepeatedError, repeated_microbatch
         def run(sizes):
             losses, before = [], None
-            with ledger.during("step"):
+            with ledger.during(STEP):
                 for at, size in enumerate(sizes):
-                    with ledger.during(f"F 0 {at}"):
+                    with ledger.during(Phase("F", 0, at)):
                         received, loss = gpu(512), gpu(1)
                         work = gpu(size) + 1
                         del work
@@ -242,7 +243,7 @@ CASES = {
         assert ledger.work.products == {("float32", 1024, 1024, 1024, 1): 2}
     """,
     "the peak is reported with its storages and its phase": """
-        with ledger.during("F 0 3"):
+        with ledger.during(Phase("F", 0, 3)):
             kept, weight = gpu(512, 64), gpu(64, 1000)
             ledger.place = "mlp"
             wide = kept @ weight  # as wide as the vocabulary, and no logits
@@ -255,7 +256,7 @@ CASES = {
         held = [each for each in ledger.held_at(ledger.peak_at) if each.what != "workspaces"]
         assert sum(each.size for each in held) == ledger.peak - MIB
         assert [each.what for each in held] == ["", "", "", "logits", "logits", "", ""], held
-        assert ledger.peak_phase == "F 0 3"
+        assert str(ledger.peak_phase) == "F 0 3"
         (ran,) = ledger.passes
         assert (ran.before_bytes, ran.most_bytes, ran.after_bytes) == (0, ledger.peak, ledger.now)
     """,
@@ -276,7 +277,7 @@ CASES = {
         for read in (sizes.tolist, sizes.numpy, lambda: list(map(int, torch.stack([sizes] * 2)))):
             assert refuses(read), read
         assert (sizes[0].item(), int(sizes[1])) == (0, 0)  # a flag of the training loop
-        with ledger.during("F 0 0"):
+        with ledger.during(Phase("F", 0, 0)):
             for read in (sizes[0].item, lambda: int(sizes[0]), lambda: range(sizes[0])):
                 assert refuses(read), read
             assert gpu(4).tolist() == [0.0] * 4 and (sizes > 1).tolist() == [False] * 4

@@ -10,6 +10,7 @@ from rehearsal.reports import pass_of, report_of
 
 from megatron_vshape.rehearsal.flags import Command
 from megatron_vshape.rehearsal.gpus import GIB, GPUS
+from megatron_vshape.rehearsal.phases import Phase
 from megatron_vshape.rehearsal.rank_report import (
     GraphBytes,
     Holder,
@@ -17,7 +18,7 @@ from megatron_vshape.rehearsal.rank_report import (
     PeakMoment,
     RankReport,
 )
-from megatron_vshape.rehearsal.report import describe_pass, format_peak
+from megatron_vshape.rehearsal.report import describe_phase, format_peak
 from megatron_vshape.rehearsal.simulated import estimate_step
 from megatron_vshape.rehearsal.step_time import Scale
 from megatron_vshape.rehearsal.work import Work
@@ -35,7 +36,7 @@ FULL = report_of(
     stage=1,
     peak_bytes=7,
     graph_bytes=GraphBytes(1, 2, 3),
-    when=PeakMoment("B 0 7", "decoder.layers.0"),
+    when=PeakMoment(Phase("B", 0, 7), "decoder.layers.0"),
     holders=[Holder("logits", "output_layer", "gpt_model.py:1 forward", 2, 1)],
     scale=Scale(1, 1, 1, 1, experts_hidden=True),
     curve=[(0.5, 7, {"F": 7})],
@@ -82,7 +83,7 @@ def test_a_cached_report_keeps_costs() -> None:
     ],
 )
 def test_passes_without_a_stage_have_words(phase: str, words: str) -> None:
-    assert describe_pass(phase) == words
+    assert describe_phase(Phase.parse(phase)) == words
 
 
 def test_an_assertion_without_a_text_is_reported_by_its_statement(tmp_path: Path) -> None:
@@ -105,5 +106,5 @@ def test_an_assertion_without_a_text_is_reported_by_its_statement(tmp_path: Path
 def test_the_phase_of_the_peak_names_its_other_memory(phase: str, name: str) -> None:
     """During the construction of the model, the parameters exist twice."""
     holders = [Holder("rest", "", "", 2 * GIB, 7), Holder("logits", "", "", GIB, 1)]
-    report = report_of(stage=3, when=PeakMoment(phase, ""), holders=holders)
+    report = report_of(stage=3, when=PeakMoment(Phase.parse(phase), ""), holders=holders)
     assert format_peak(report).endswith(f"; {name} 2.0 GiB, logits 1.0 GiB")
