@@ -17,7 +17,8 @@ from pathlib import Path
 from statistics import mean
 
 from megatron_vshape import __version__
-from megatron_vshape.cli import advise
+from megatron_vshape.cli.advice_options import compare, prepare_advice
+from megatron_vshape.cli.advise import add_keep_argument
 from megatron_vshape.cli.dry_run import GpuCount, add_cluster_argument, add_gpus_argument
 from megatron_vshape.cli.files import Output, check_target, report_written, write_all
 from megatron_vshape.cli.help import OUTPUT, SEARCH, group
@@ -30,6 +31,8 @@ from megatron_vshape.rehearsal import report
 from megatron_vshape.rehearsal.flags import launched_gpus
 from megatron_vshape.rehearsal.shell_script import SlurmSizes
 from megatron_vshape.tuning.advice import check_schedule_flags
+from megatron_vshape.tuning.comparison import sizes_text
+from megatron_vshape.tuning.configurations import KEEP
 from megatron_vshape.tuning.machine import gpu_of_device
 from megatron_vshape.tuning.row_command import needs_file, row_command
 from megatron_vshape.tuning.training_run import Status
@@ -60,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     search, output = group(parser, SEARCH), group(parser, OUTPUT)
     names_help = "Schedules to run, as in v-half,auto (default: best stock, best of this package)"
     search.add_argument("--schedules", default="", metavar="NAMES", help=names_help)
-    advise.add_keep_argument(parser)
+    add_keep_argument(parser)
     steps_help = f"Steps of a run; the first {WARM_UP} are not measured (default: 20)"
     search.add_argument("--steps", type=count, default=20, metavar="N", help=steps_help)
     timeout_help = "Time without a step after which a run has hung (default: 10)"
@@ -159,11 +162,11 @@ def _variants(
             "trial chooses schedules by predictions, and the GPUs are not known: add --gpus "
             "NxGPU, as in 128xH100, or --schedules v-half,v-zb"
         )
-    search, rows = advise.compare(options)
-    best, file = rows["best"], options.into.resolve() / "plan.json"
-    best = rows.get("same") if best is not None and best.is_stock else best
-    variants = [replace(variants[0], prediction=rows["today"])]
-    for name, row in {"best stock": rows["stock"], "best of this package": best}.items():
+    search, comparison = compare(options)
+    best, file = comparison.best, options.into.resolve() / "plan.json"
+    best = comparison.same_sizes if best is not None and best.is_stock else best
+    variants = [replace(variants[0], prediction=comparison.today)]
+    for name, row in {"best stock": comparison.stock, "best of this package": best}.items():
         if row is not None and row.is_stock == (name == "best stock"):
             if needs_file(row) and row.schedule is not None:
                 file.write_text(replace(row.schedule, name="advised").to_json())
@@ -176,7 +179,7 @@ def _variants(
 def _predicted(options: argparse.Namespace, variants: Sequence[Variant]) -> Iterator[Variant]:
     """Yield the variants with predictions, except those that are planned during the run."""
     try:
-        search = advise.prepare_advice(options, variants[0].subject, advise.KEEP, [])
+        search = prepare_advice(options, variants[0].subject, KEEP, [])
     except ScheduleError as error:
         print(report.wrap_text(f"No predictions: {error}."))
         yield from variants
@@ -195,7 +198,7 @@ def _cells(trial: CommandTrial, rows: Sequence[TrialRow]) -> list[list[str]]:
     cells = [[*heading, "predicted s", "peak GiB by pipeline rank", "predicted GiB"]]
     for row, variant in zip(rows, trial.variants, strict=False):
         config = variant.configuration(1).with_schedule_of(variant.command, row.schedule)
-        sizes = advise.sizes_text(config, variant.subject)
+        sizes = sizes_text(config, variant.subject)
         quartiles = [f"{seconds:.3f}" for seconds in row.step_s]
         speedups = ", ".join(f"{speedup:.2f}" for speedup in row.speedups)
         loss = "" if row.loss_difference is None else f"{100 * row.loss_difference:.2g}% apart"

@@ -2,7 +2,7 @@
 
 import math
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from operator import sub
@@ -27,7 +27,9 @@ from megatron_vshape.mcore.setup.translate import translate
 from megatron_vshape.rehearsal import accuracy
 from megatron_vshape.rehearsal.flags import SCHEDULE, Command
 from megatron_vshape.rehearsal.megatron_layers import layers_of_command
+from megatron_vshape.rehearsal.ranks import DryRunConfig
 from megatron_vshape.tuning import fsdp
+from megatron_vshape.tuning.comparison import Comparison, describe
 from megatron_vshape.tuning.configurations import (
     ADAPTIVE,
     FULL,
@@ -44,6 +46,7 @@ from megatron_vshape.tuning.predictor import (
     Verdict,
     step_seconds,
 )
+from megatron_vshape.tuning.row_command import find_start_faults
 
 _MAX_PLANNED_CONFIGS = 3
 """Maximum number of other configurations to plan for, the best first."""
@@ -60,21 +63,16 @@ _VIRTUAL_STAGES = (
 INTERLEAVED_CHUNKS = 2
 """Stages per rank of interleaved-1f1b without a number, as in training."""
 
-Rows = dict[str, Prediction | None]
-"""Rows of the comparison: today, stock, best, same (sizes), least (memory), DON'T, fsdp."""
-
 
 @dataclass(slots=True)
 class Advice:
-    """Search the configurations next to a command's, or those of a grid.
-
-    `case` is a case of `accuracy`; `seconds` are the time limit of the search for schedules.
-    """
+    """Search the configurations next to a command's, or those of a grid."""
 
     predictor: Predictor
     command_config: Configuration
-    case: str
-    seconds: float
+    case: str  # of `accuracy`
+    seconds: float  # time limit of the search for schedules
+    programs: Callable[[], DryRunConfig]
     neighbors: list[Configuration] = field(default_factory=list)
     grid: list[Configuration] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # not evaluated, with the reasons
@@ -86,62 +84,75 @@ class Advice:
         """Number of layers of the model."""
         return self.predictor.subject.layers
 
-    def rows(self) -> Rows:
-        """Return the rows of the comparison."""
+    def compare(self) -> Comparison:
+        """Predict the configurations and compare the best ones."""
         if self.grid:
             survey = list(self.predictor.survey(self.grid, NEAR, Budget(self.seconds)))
             num_unplanned = sum(prediction.reason == TIME_LIMIT for prediction in survey)
             self.left_out += [f"{num_unplanned} {ADAPTIVE} configurations: {TIME_LIMIT}"] * bool(
                 num_unplanned
             )
-            return self._rows_of(survey)
+            return self._comparison_of_grid(survey)
         # Its dry runs are other processes, which can run during the search.
         with ThreadPoolExecutor(1) as dry_runs:
             without_pipeline = dry_runs.submit(self._without_pipeline)
-            rows = self._with_pipeline()
-            return rows | {"fsdp": without_pipeline.result()}
+            comparison = self._with_pipeline()
+            return replace(comparison, fsdp=without_pipeline.result())
 
-    def _with_pipeline(self) -> Rows:
-        """Return the rows of pipeline schedules."""
+    def _with_pipeline(self) -> Comparison:
+        """Compare pipeline schedules."""
         today = self.today()
         configs = [self.command_config, *self.neighbors]
         stock = [prediction for config in configs for prediction in self.stock(config)]
         stock += [today] if today.is_stock else []
-        rows: Rows = {"today": today}
         if not any(map(_fits, stock)):
             stock += self._with_full_recompute()
-        rows["stock"] = min(filter(_fits, stock), key=step_seconds, default=None)
+        best_stock = min(filter(_fits, stock), key=step_seconds, default=None)
         seconds = self.seconds / _MAX_PLANNED_CONFIGS
         # A configuration that does not fit is no baseline: any plan that fits is better.
         same_sizes = self._with_package(
             self.command_config, seconds, step_seconds(today) if today.fits else math.inf
         )
-        best = [prediction for prediction in (same_sizes, rows["stock"]) if prediction is not None]
+        fitting = [prediction for prediction in (same_sizes, best_stock) if prediction is not None]
         pipelines = [config for config in self.neighbors if config.pipeline_parallel > 1]
         planned, least_s = 0, {config: self._mean_busy_s(config) for config in pipelines}
         for config in sorted(pipelines, key=least_s.__getitem__):
-            fastest = min(map(step_seconds, best), default=math.inf)
+            fastest = min(map(step_seconds, fitting), default=math.inf)
             # Sorted by lower bound: none of the remaining configurations can be faster.
             if planned == _MAX_PLANNED_CONFIGS or least_s[config] > fastest:
                 break
             prediction = self._with_package(config, seconds, fastest)
             if prediction is not None:
-                best.append(prediction)
+                fitting.append(prediction)
                 planned += 1
-        rows |= {"best": min(best, key=step_seconds, default=None), "same": same_sizes}
-        rows["least"] = self._least_memory([*filter(_fits, stock), *best], rows["best"])
+        best = min(fitting, key=step_seconds, default=None)
+        least_memory = self._least_memory([*filter(_fits, stock), *fitting], best)
+        avoided = None
         if self.predictor.subject.recompute == "full":
-            rows["DON'T"] = self.published("v-half", self.command_config, is_stock=False)
-        return rows
+            avoided = self.published("v-half", self.command_config, is_stock=False)
+        return Comparison(today, best_stock, best, same_sizes, least_memory, avoided)
 
-    def _rows_of(self, grid: Sequence[Prediction]) -> Rows:
-        """Return the rows of the comparison for the predictions of a grid."""
+    def _comparison_of_grid(self, grid: Sequence[Prediction]) -> Comparison:
         fitting = [prediction for prediction in map(self._as_stock, grid) if prediction.fits]
         stock = [prediction for prediction in fitting if prediction.is_stock]
         best = min(fitting, key=step_seconds, default=None)
-        rows: Rows = {"today": self.today(), "stock": min(stock, key=step_seconds, default=None)}
-        rows |= {"best": best, "least": self._least_memory(fitting, best)}
-        return rows | {"fsdp": self._without_pipeline()}
+        return Comparison(
+            self.today(),
+            stock=min(stock, key=step_seconds, default=None),
+            best=best,
+            least_memory=self._least_memory(fitting, best),
+            fsdp=self._without_pipeline(),
+        )
+
+    def starting(self, comparison: Comparison) -> Comparison:
+        """Start the command of each row, and return the comparison without those that fail."""
+        subject, machine = self.predictor.subject, self.predictor.machine
+        rows = comparison.distinct_rows(subject)
+        predictions = {row.key: row.prediction for row in rows if row.key != "today"}
+        faults = find_start_faults(predictions, subject, machine.num_devices, self.programs())
+        for key, fault in faults.items():
+            self.left_out.append(f"{describe(predictions[key], subject)}: does not start: {fault}")
+        return comparison.without([predictions[key] for key in faults])
 
     def _without_pipeline(self) -> Prediction | None:
         return fsdp.best(self.predictor, self.command_config) if self.with_fsdp else None

@@ -334,6 +334,9 @@ SIZES = {
 }
 """Short names of the sizes, as in --keep."""
 
+KEEP = ("recompute", *SIZES.values())
+"""Settings that --keep accepts."""
+
 
 def _flags_of_recompute(setting: str) -> dict[str, Any]:
     """Return the flags of a recomputation setting; None for flags to remove."""

@@ -12,10 +12,6 @@ from rehearsal.warm import Warm
 from tuning.counts import Fake, predictor_of
 from tuning.samples import load_sample, write_sweep
 
-from megatron_vshape.cli.advise import (
-    _rejected,
-    sizes_text,
-)
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.model.amounts import STATE_BYTES
@@ -35,6 +31,8 @@ from megatron_vshape.rehearsal.saved_config import LAYOUT
 from megatron_vshape.rehearsal.step_time import Rates
 from megatron_vshape.tuning import fsdp
 from megatron_vshape.tuning.advice import Advice
+from megatron_vshape.tuning.advice_report import format_rejection
+from megatron_vshape.tuning.comparison import sizes_text
 from megatron_vshape.tuning.configurations import (
     ADAPTIVE,
     FULL,
@@ -75,7 +73,7 @@ def changes(row: Prediction, model: Subject) -> list[str]:
 @pytest.fixture(autouse=True)
 def no_start_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the start-up checks of `advise`, whose models here are numbers only."""
-    monkeypatch.setattr("megatron_vshape.cli.advise.find_start_faults", lambda *_: {})
+    monkeypatch.setattr("megatron_vshape.tuning.advice.find_start_faults", lambda *_: {})
 
 
 def test_every_size_is_a_candidate_unless_it_is_kept() -> None:
@@ -156,9 +154,8 @@ def test_today_has_sequence_parallelism_only_if_the_command_has() -> None:
     keep = ["tp", "pp", "microbatch", "cp", "recompute"]
     advice.neighbors = list(neighbors(advice.command_config, model, 4, keep))
     assert len({key_of_count(config) for config in (advice.command_config, *advice.neighbors)}) == 2
-    rows = advice.rows()
-    today, stock = rows["today"], rows["stock"]
-    assert today is not None
+    comparison = advice.compare()
+    today, stock = comparison.today, comparison.stock
     assert stock is not None
     assert (today.fits, stock.fits) == (False, True)
     assert sizes_text(today.configuration, model) == "TP 2 without SP PP 2"
@@ -183,7 +180,11 @@ def make_advice(model: Subject, pieces: Pieces, communicators: int = 0, **option
     machine = Machine(GPUS["h100"], 4)
     predictor = Predictor(model, machine, lambda config: counted, **options)
     command_config = configuration_of_command(model, 4)
-    return Advice(predictor, command_config, accuracy.DENSE, 1.0)
+
+    def programs() -> DryRunConfig:
+        return DryRunConfig.of(model.command, machine.gpu)
+
+    return Advice(predictor, command_config, accuracy.DENSE, 1.0, programs)
 
 
 LAYERS_36 = """pretrain_gpt.py --num-layers 36 --pipeline-model-parallel-size 4
@@ -245,7 +246,7 @@ def test_sizes_whose_last_rank_has_most_work_may_be_the_fastest() -> None:
         ),
     )
     advice.neighbors = [recompute_config]
-    best = advice.rows()["best"]
+    best = advice.compare().best
     assert best is not None
     # Without vocabulary parallelism, the output layer alone is slower than this.
     assert step_seconds(best) < 32 * 3e-6 * 0.8 * head
@@ -307,7 +308,7 @@ def test_today_has_the_layers_of_megatron(flags: str, layers: tuple[int, ...]) -
     ).today()
     assert row.layers == layers
     assert row.fits
-    assert _rejected(row, model.command) == []
+    assert format_rejection(row, model.command) == []
 
 
 @pytest.mark.parametrize(
@@ -349,12 +350,12 @@ def test_a_split_that_megatron_rejects_is_no_baseline(flags: str, reason: str, f
     row = advice.today()
     assert not row.fits
     assert row.step_s is not None
-    (text,) = _rejected(row, model.command)
+    (text,) = format_rejection(row, model.command)
     assert text.startswith(f"Megatron does not start this command: {reason}")
     assert fix in text
-    rows = advice.rows()
-    assert rows["stock"] is not None
-    assert rows["stock"].fits
+    stock = advice.compare().stock
+    assert stock is not None
+    assert stock.fits
     # This package's schedules support uneven layers.
     package_flags = "--pipeline-schedule v-half --pipeline-layer-split auto"
     model = subject(f"{LAYERS_36} --num-layers 30 {package_flags}")
@@ -421,7 +422,7 @@ def test_best_stock_has_no_pipeline_if_that_is_fastest() -> None:
     advice = make_advice(model, Pieces(layer, NOTHING, NOTHING, 0.0))
     configs = list(neighbors(advice.command_config, model, 4, ["tp", "cp", "microbatch"]))
     advice.neighbors = [config for config in configs if config.pipeline_parallel in (1, 2)]
-    stock = advice.rows()["stock"]
+    stock = advice.compare().stock
     assert stock is not None
     assert (stock.configuration.schedule, stock.layers) == ("1f1b", (36,))
     changes_of_flags = changes(stock, model)
@@ -440,9 +441,8 @@ def test_best_stock_has_full_recompute_if_nothing_else_fits() -> None:
         return replace(counted, pieces=recomputed if config.recompute == FULL else pieces)
 
     advice.predictor = replace(advice.predictor, counts=counts)
-    rows = advice.rows()
-    today, stock = rows["today"], rows["stock"]
-    assert today is not None
+    comparison = advice.compare()
+    today, stock = comparison.today, comparison.stock
     assert stock is not None
     assert (today.fits, stock.fits) == (False, True)
     assert "--recompute-granularity full" in changes(stock, advice.predictor.subject)
@@ -516,7 +516,7 @@ def test_flags_of_a_schedule_are_checked_before_dry_runs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("megatron_vshape.cli.advise.Counts", None)
+    monkeypatch.setattr("megatron_vshape.cli.advice_options.Counts", None)
     words = ["pretrain_gpt.py", *SMALL.split(), *flags.split()]
     assert main(["advise", "--gpus", "2xH100", "--", *words]) == 2
     shown = " ".join(capsys.readouterr().err.split())
@@ -575,9 +575,9 @@ def test_grid_has_the_rows_of_a_command() -> None:
     )
     command_config = advice.command_config
     advice.grid = [replace(command_config, schedule=name) for name in ("1f1b", "v-half", "v-zb")]
-    rows = advice.rows()
-    assert list(rows) == ["today", "stock", "best", "least", "fsdp"]
-    best, stock, least_memory = rows["best"], rows["stock"], rows["least"]
+    comparison = advice.compare()
+    assert comparison.same_sizes is comparison.avoided is None
+    best, stock, least_memory = comparison.best, comparison.stock, comparison.least_memory
     assert best is not None
     assert stock is not None
     assert least_memory is not None
@@ -597,7 +597,7 @@ def test_advise_reads_the_grid_of_an_old_sweep_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The best of `sweep --predict-only` is the best row of `advise`, with its flags."""
-    monkeypatch.setattr("megatron_vshape.cli.advise.Counts", Fake)
+    monkeypatch.setattr("megatron_vshape.cli.advice_options.Counts", Fake)
     path, file = write_sweep(tmp_path), tmp_path / "advice.json"
     command = ["advise", "--grid", str(path), "--json", str(file), "--headroom", "0"]
     assert main([*command, "--", "pretrain_gpt.py", *SMALL.split()]) == 0
@@ -621,7 +621,7 @@ def test_a_grid_is_compared_for_the_workload_of_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A step of a shorter sequence is no faster configuration; post-validation is a flag."""
-    monkeypatch.setattr("megatron_vshape.cli.advise.Counts", Fake)
+    monkeypatch.setattr("megatron_vshape.cli.advice_options.Counts", Fake)
     workloads = [{"sequence_length": length, "global_batch_size": 8} for length in (16, 64)]
     file = tmp_path / "advice.json"
 
@@ -676,8 +676,8 @@ def test_configurations_beyond_the_maximum_are_not_evaluated_and_listed(
             counted.extend(combinations)
             return 0, 0
 
-    monkeypatch.setattr("megatron_vshape.cli.advise.Counts", Recorded)
-    monkeypatch.setattr("megatron_vshape.cli.advise.MOST_SHAPES", 1)
+    monkeypatch.setattr("megatron_vshape.cli.advice_options.Counts", Recorded)
+    monkeypatch.setattr("megatron_vshape.cli.advice_options.MOST_SHAPES", 1)
     words = ["pretrain_gpt.py", *SMALL.split()]
     command = ["advise", "--gpus", "2xH100", "--keep", "tp,cp", "--seconds", "0.1", "--", *words]
     assert main(command) == 0
@@ -757,7 +757,7 @@ def test_grid_lists_configurations_that_are_not_evaluated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """--seconds was ignored, and impossible configurations were omitted without a message."""
-    monkeypatch.setattr("megatron_vshape.cli.advise.Counts", Fake)
+    monkeypatch.setattr("megatron_vshape.cli.advice_options.Counts", Fake)
     grid = {"schedule": ["1f1b", "adaptive"], "pipeline_parallel": [2, 16], "layout": ["even"]}
     path = write_sweep(tmp_path, sweep={"grid": grid})
     shown = {}
@@ -775,7 +775,7 @@ def test_grid_lists_configurations_that_are_not_evaluated(
 def test_the_plan_of_a_grid_is_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megatron_vshape.cli.advise.Counts", Fake)
+    monkeypatch.setattr("megatron_vshape.cli.advice_options.Counts", Fake)
     grid = {"schedule": ["adaptive"], "pipeline_parallel": [2], "layout": ["even"]}
     path, plan, file = (
         write_sweep(tmp_path, sweep={"grid": grid}),
