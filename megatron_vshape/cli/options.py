@@ -5,15 +5,14 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_vshape.cli.help import MODEL, REQUIRED, group
 from megatron_vshape.core.check.bounds import LimitError
-from megatron_vshape.core.model.amounts import SAVED_US, STATE_BYTES
-from megatron_vshape.core.model.costs import Costs, chunk_of
+from megatron_vshape.core.model.amounts import SAVED_US
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.layers import even_layers
 from megatron_vshape.core.model.pieces import NOTHING, recut, with_ends
@@ -22,7 +21,7 @@ from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.core.paper.catalogue import MAX_STAGES_PER_DEVICE
 from megatron_vshape.core.request import StageCostFunction
 from megatron_vshape.view.names import plain
-from megatron_vshape.view.numbers import GIB, argument, fixed, format_sufficient_limit, time_text
+from megatron_vshape.view.numbers import GIB, UnitFormat, argument, format_sufficient_limit
 
 
 class Times(NamedTuple):
@@ -54,31 +53,6 @@ class Times(NamedTuple):
 UNIT_COST = Times(1.0, 1.0, 1.0, 0.0)
 _COST_NAMES = ("F", "B", "W", "COMM")
 UNITS = {"gib": GIB, "mib": 2.0**20}
-
-
-@dataclass(frozen=True, slots=True)
-class UnitFormat:
-    """Formats times and memory: in ms and GiB with a costs file, otherwise in those of --cost."""
-
-    chunk: float  # memory of a chunk, in the unit of the costs
-    in_bytes: bool
-    has_states: bool  # memory includes all tensors, so that chunks do not measure it
-
-    @classmethod
-    def of(cls, costs: Costs, options: argparse.Namespace) -> "UnitFormat":
-        chunk, in_bytes = chunk_of(costs, options.devices), options.costs is not None
-        return cls(chunk, in_bytes, STATE_BYTES in costs.by_stage)
-
-    def time(self, value: float) -> str:
-        """Format a time."""
-        return time_text(value, self.in_bytes)
-
-    def memory(self, value: float, number: Callable[[float], str] = fixed) -> str:
-        """Format memory."""
-        chunks = f"{number(value / self.chunk)} chunks"
-        if not self.in_bytes:
-            return chunks
-        return f"{number(value / GIB)} GiB" + ("" if self.has_states else f" ({chunks})")
 
 
 @contextmanager

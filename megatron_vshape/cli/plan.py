@@ -4,13 +4,11 @@ import argparse
 import math
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-from megatron_vshape.cli import layer_costs
 from megatron_vshape.cli.files import (
     FIGURE_SUFFIXES,
     Output,
@@ -22,22 +20,24 @@ from megatron_vshape.cli.files import (
 from megatron_vshape.cli.help import MEMORY, MODEL, OUTPUT, SCHEDULE, SEARCH, group
 from megatron_vshape.cli.options import (
     ABOVE_0,
-    UNITS,
-    UnitFormat,
     add_cost_arguments,
     add_size_arguments,
     chunks,
     count,
-    decimal_unit_hint,
-    ends_of,
     float_or_nan,
     format_limit_errors,
-    headroom_of,
     nonnegative_time,
     number_of,
-    stage_cost_function,
 )
 from megatron_vshape.cli.plan_figures import run_frontier, write_page
+from megatron_vshape.cli.plan_options import (
+    CHUNKS,
+    MOST_CHUNKS,
+    costs_of,
+    load_costs,
+    memory_limit_of,
+    request_of,
+)
 from megatron_vshape.cli.progress import report_progress
 from megatron_vshape.cli.torch_export import (
     add_export_arguments,
@@ -46,66 +46,35 @@ from megatron_vshape.cli.torch_export import (
     print_settings,
 )
 from megatron_vshape.core.budget import Budget
-from megatron_vshape.core.check.bounds import fits
-from megatron_vshape.core.check.simulate import simulate, usable_host_bytes
-from megatron_vshape.core.model.costs import Costs, chunk_of, with_copies
-from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import AUTO_SPLIT
-from megatron_vshape.core.model.pieces import Pieces
-from megatron_vshape.core.model.placement import looping
-from megatron_vshape.core.model.schedule import Objective, Schedule, check_size
-from megatron_vshape.core.paper.catalogue import EVERY_NAME, canonical_name
+from megatron_vshape.core.model.schedule import Objective
+from megatron_vshape.core.paper.catalogue import canonical_name
 from megatron_vshape.core.plan import (
     compare_baselines,
     no_worse_than_published,
     plan_request,
 )
-from megatron_vshape.core.planner.result import Plan
 from megatron_vshape.core.planner.vocabulary import ALL_REDUCE_TIME
-from megatron_vshape.core.program.torch_file import find_torch_name
 from megatron_vshape.core.request import (
     AUTO,
-    MEGATRONS_OWN,
-    NOT_STOCK,
-    SAME,
     SLICES,
     SUFFIXES,
-    EvaluatedSchedule,
     PlanRequest,
     PlanResult,
-    StageCostFunction,
-    limits_of,
-    why_not_stock,
 )
-from megatron_vshape.view.names import placement_text
-from megatron_vshape.view.numbers import (
-    GIB,
-    idle_lines,
-    labelled,
-    layer_lines,
-    overhead_lines,
-    peak_lines,
-    percent,
-    table,
-    trade_lines,
+from megatron_vshape.view.numbers import UnitFormat
+from megatron_vshape.view.plan_report import (
+    comparison_table,
+    format_best_so_far,
+    format_recommendation,
+    plan_lines,
 )
 from megatron_vshape.view.text import columns, picture, wants_colour
 
-MOST_CHUNKS = 12
-"""Default maximum of chunks per rank."""
-
-_BASE_CHUNKS = 4
-"""Chunks per rank of the searched plan, if the layers allow."""
-
-_FIRST_SHARE = 0.5
-"""Share of --seconds for the search; the comparison needs the rest."""
-
-Text = Callable[[float], str]
-
-HEADING = ["schedule", "chunks per rank", "peak", "step time", "mean idle", ""]
-TIME = HEADING.index("step time")
-_RUNNERS_UP = 3
-"""Number of rows within the limit below the recommended one."""
+_MAX_DRAWN = 256
+"""Maximum ranks x microbatches of a plan that is drawn."""
 
 _TARGETS = {"export": SUFFIXES, "html": (".html",), "frontier": FIGURE_SUFFIXES}
 
@@ -236,16 +205,17 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Plan, compare, write the files, and return 0."""
     _check(options)
-    measured = None if options.costs is None else _measured(options.costs, options.layers)
-    is_in_chunks = (options.memory_limit or "").lower().endswith(_CHUNKS)
+    measured = None if options.costs is None else load_costs(options.costs, options.layers)
+    is_in_chunks = (options.memory_limit or "").lower().endswith(CHUNKS)
     if measured is not None and (options.frontier is not None or is_in_chunks):
         # Limits in chunks are of activations: costs without static memory are used.
         measured = measured.of_activations()
-    costs = _costs(options, measured)
-    request, units = _request(options, costs, measured), UnitFormat.of(costs, options)
+    costs = costs_of(options, measured)
+    request = request_of(options, costs, measured)
+    units = UnitFormat.of(costs, options.devices, in_bytes=options.costs is not None)
     if options.frontier is not None:
         return run_frontier(request, options.frontier, options.seconds, units)
-    limit = _limit(options, request, measured is not None)
+    limit = memory_limit_of(options, request, measured is not None)
     request = replace(request, limit=limit)
     with report_progress(units.time) as progress, format_limit_errors(units):
         budget = Budget(options.seconds, progress.search)
@@ -266,19 +236,15 @@ def run(options: argparse.Namespace) -> int:
     # Files first: if one cannot be written, nothing has been printed.
     outputs = _outputs(options, result, limit, units)
     write_all(outputs)
-    _print(request, result, limit, units)
+    timeline = simulate(result.schedule, result.costs)
+    if request.num_devices * result.schedule.num_microbatches <= _MAX_DRAWN:
+        print(picture(timeline, columns(), wants_colour(sys.stdout)) + "\n")
+    print("\n".join(plan_lines(result, limit, units)))
     print(f"\n{compared}\n")
-    print(_recommended(result) if searched else _format_best_so_far(result))
+    print(format_recommendation(result) if searched else format_best_so_far(result))
     report_written(outputs)
-    print_settings(options, simulate(result.schedule, result.costs), result.costs, units.time)
+    print_settings(options, timeline, result.costs, units.time)
     return 0
-
-
-def _format_best_so_far(result: PlanResult) -> str:
-    name = "the plan" if result.baseline is None else f"{result.baseline}, as published"
-    is_optimal = percent(result.plan.gap) == percent(0.0)  # for its placement
-    better = "plan with another placement" if is_optimal else "plan"
-    return f"best so far: {name}; more time may find a better {better}"
 
 
 def _outputs(
@@ -300,12 +266,8 @@ def _searched(
     """Search for the best plan; return it with its comparison table."""
     result = plan_request(request, budget)
     budget.register_result(lambda: result)
-    rows, num_omitted = _comparison_rows(request, result, budget, units.memory, units.time, every)
-    compared = table(rows)
-    if num_omitted:
-        compared += (
-            f"\n{num_omitted} more rows with --all: slower, or above the limit and not faster"
-        )
+    baselines = compare_baselines(request, result, budget)
+    compared = comparison_table(result, baselines, request.objective, units, every)
     if budget.stopped():
         compared += "\nfurther rows skipped (time limit)"
     return result, compared
@@ -327,75 +289,6 @@ def _best_so_far(request: PlanRequest, budget: Budget) -> tuple[PlanResult, str]
         )
     skipped = "comparison table skipped (time limit); no published schedule that fits is faster"
     return result, skipped
-
-
-def _measured(file: str, layers: int | None) -> Costs:
-    """Load a costs file.
-
-    Raises:
-        ScheduleError: --layers contradicts the file.
-    """
-    costs = Costs.load(file)
-    of_file = sum(costs.layers or ()) or layers
-    if layers is not None and layers != of_file:
-        raise ScheduleError(
-            f"--layers {layers} contradicts --costs {file}, which is for {of_file} layers: remove "
-            "--layers"
-        )
-    return costs
-
-
-def _request(
-    options: argparse.Namespace, costs: Costs | None, measured: Costs | None
-) -> PlanRequest:
-    request = PlanRequest(
-        AUTO,
-        options.devices,
-        options.microbatches,
-        costs or _costs(options, measured),
-        _cost_function(options, measured),
-        chunks=tuple(range(1, (options.chunks or MOST_CHUNKS) + 1)),
-        objective=options.objective,
-        slices=options.slices or 1,
-        seconds=None if options.seconds is None else options.seconds * _FIRST_SHARE,
-        layers=_pieces(options, measured),
-    )
-    if options.format:
-        # torchtitan and NeMo Automodel derive the stages of a rank from a schedule name.
-        placements = request.searched_placements()
-        named = tuple(shape for shape in placements if find_torch_name(shape, options.devices))
-        request = replace(request, placements=named)
-    return replace(request, moved_limit=_in_host(options, request))
-
-
-def _cost_function(options: argparse.Namespace, measured: Costs | None) -> StageCostFunction:
-    if options.vocab_parallel is not None:
-        return layer_costs.stage_cost_function(options, measured)
-    ends = ends_of(options, options.layers)
-    base = stage_cost_function(options.devices, options.cost, measured, options.layers, ends)
-
-    def costs_of_stages(num_stages: int, name: str) -> Costs:
-        costs = base(num_stages, name)
-        if options.offload is not None:
-            costs = with_copies(costs, options.offload)
-        return costs if options.host is None else replace(costs, host_us=options.host)
-
-    return costs_of_stages
-
-
-def _pieces(options: argparse.Namespace, measured: Costs | None) -> tuple[Pieces, int] | None:
-    """Return the costs of a layer, the embedding and the output layer, and the number of layers.
-
-    None without --layer-split.
-    """
-    if options.layer_split is None:
-        return None
-    if measured is None and options.layers is None:
-        raise ScheduleError("--layer-split auto needs --layers N or --costs FILE")
-    pieces, layers = layer_costs.pieces_of(options, measured, "--layer-split auto")
-    if options.offload is not None:
-        pieces = pieces.with_copies(options.offload)
-    return pieces, round(layers)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -424,283 +317,8 @@ def _check(options: argparse.Namespace) -> None:
             raise ScheduleError(f"--frontier plans at every limit: remove {flag}")
 
 
-def _costs(options: argparse.Namespace, measured: Costs | None) -> Costs:
-    """Return the costs of the stages that the search distributes."""
-    devices, max_chunks = options.devices, options.chunks
-    split = _pieces(options, measured)
-    if split is not None:
-        pieces, num_layers = split
-        counts = (
-            num_chunks
-            for num_chunks in (_BASE_CHUNKS, 2)
-            if num_chunks <= (max_chunks or _BASE_CHUNKS)
-        )
-        chunks = next(
-            (num_chunks for num_chunks in counts if num_chunks * devices <= num_layers + 2), 1
-        )
-        return pieces.costs(pieces.balanced(num_layers, looping(devices, chunks)))
-    costs_of_stages = _cost_function(options, measured)
-    if measured is not None:
-        if max_chunks is None or measured.num_stages <= max_chunks * devices:
-            shares = options.vocab_parallel is not None
-            return costs_of_stages(measured.num_stages, "a plan") if shares else measured
-    total = options.layers if measured is None else measured.num_stages
-    # even numbers first: the V placement needs one
-    for chunks in (_BASE_CHUNKS, 2, *range(6, MOST_CHUNKS + 1, 2), 3, 1):
-        if chunks <= (max_chunks or MOST_CHUNKS) and (total or 0) % (chunks * devices) == 0:
-            check_size(chunks * devices, options.microbatches)
-            return costs_of_stages(chunks * devices, "a plan")
-    raise ScheduleError(
-        f"--layers {options.layers} is not a multiple of {devices} ranks: change --layers, or add "
-        f"--layer-split {AUTO_SPLIT}"
-    )
-
-
-def _limit(options: argparse.Namespace, request: PlanRequest, in_bytes: bool) -> float:
-    """Return the memory limit without the headroom, in the unit of the costs' memory.
-
-    Raises:
-        ScheduleError: not a limit, GiB without a costs file, or nothing is left.
-    """
-    text: str | None = options.memory_limit
-    name = (text or "1f1b").partition(":")[0]
-    if text is None or name in EVERY_NAME or Path(name).suffix in SUFFIXES:
-        limit = max(limits_of(replace(request, limit=text)))
-    else:
-        alternative = ", nor a schedule such as interleaved-1f1b:4"
-        limit = _memory("--memory-limit", text, request, in_bytes, alternative)
-    return limit - headroom_of(options.headroom, limit, in_bytes)
-
-
-def _memory(
-    option: str, text: str, request: PlanRequest, in_bytes: bool, alternative: str = ""
-) -> float:
-    """Parse chunks or GiB of an option, to the unit of the costs' memory."""
-    lowered = text.lower().strip()
-    unit = next((name for name in (*UNITS, _CHUNKS) if lowered.endswith(name)), "")
-    value = float_or_nan(lowered.removesuffix(unit))
-    chunk = chunk_of(request.full_costs(), request.num_devices)
-    if not 0 < value < math.inf:
-        raise ScheduleError(
-            f"{option} {text!r:.40} is neither chunks above 0, such as {request.num_devices + 2}, "
-            f"nor GiB such as 12.5GiB{alternative}{decimal_unit_hint(text)}"
-        )
-    if in_bytes and not unit:
-        raise ScheduleError(
-            f"{option} {text} has no unit: use {text}GiB, or {text}{_CHUNKS} of activations, which "
-            f"are {value * chunk / GIB:.1f} GiB with these costs"
-        )
-    if unit in UNITS and not in_bytes:
-        raise ScheduleError(f"{option} {text} needs --costs FILE; without it, use chunks")
-    return value * UNITS.get(unit, chunk)
-
-
-_CHUNKS = "chunks"
-"""Unit of a limit: a chunk is the activations of 1 / (2 x ranks) of the model."""
-
-
-def _in_host(options: argparse.Namespace, request: PlanRequest) -> float:
-    """Return the host memory limit per rank, in the unit of the costs' memory.
-
-    Raises:
-        ScheduleError: not a limit, or offloading is not enabled.
-    """
-    text = options.host_memory_limit
-    if text is None:
-        return math.inf
-    if not request.full_costs().copies:
-        raise ScheduleError(
-            f"--host-memory-limit {text:.40} needs --offload T, or --costs FILE with copy times"
-        )
-    in_bytes = options.costs is not None
-    limit = _memory("--host-memory-limit", text, request, in_bytes)
-    return usable_host_bytes(limit) if in_bytes else limit
-
-
 def _command_without_outputs(words: Sequence[str]) -> str:
     """Format the given command line without output options, which reproduces the plan."""
     outputs = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _add_outputs(outputs)
     return shlex.join(outputs.parse_known_args(words)[1])
-
-
-def _split_text(schedule: Schedule) -> str:
-    """Format the share of the backward passes that are split into B and W."""
-    kinds = [work.kind for row in schedule.order for work in row if Kind.B in work.kind.does]
-    split = kinds.count(Kind.B)
-    if split in (0, len(kinds)):
-        return "all stages" if split else "none"
-    return f"{100 * split / len(kinds):.0f} % of the backward passes"
-
-
-def _print(request: PlanRequest, result: PlanResult, limit: float, units: UnitFormat) -> None:
-    plan, slices = result.plan, result.schedule.slices
-    timeline = simulate(plan.schedule, result.costs)
-    if plan.schedule.num_devices * plan.schedule.num_microbatches <= 256:
-        print(picture(timeline, columns(), wants_colour(sys.stdout)) + "\n")
-    time, memory, unit = units.time, units.memory, "" if units.in_bytes else " in --cost units"
-    lines = [
-        (str(plan.objective), f"{time(plan.value)}{unit}"),
-        ("busy time", f"{time(plan.busy)} (busiest rank)"),
-        ("bubble", f"{percent(plan.bubble)} ({time(_without_rounding_error(plan))})"),
-        *labelled("idle", idle_lines(timeline)),
-        ("lower bound", f"{time(plan.lower_bound)} for this placement"),
-        ("optimality gap", _gap_text(result)),
-        ("placement", placement_text(plan.schedule)),
-        *([("slices", f"{slices} per microbatch")] if slices > 1 else []),
-        ("peak memory", f"{memory(max(plan.peak))}, limit {memory(limit)}"),
-        *labelled("per rank", peak_lines(plan.schedule, result.costs)),
-        ("split backward", _split_text(plan.schedule)),
-        *trade_lines(timeline, result.costs, memory),
-    ]
-    if units.in_bytes:
-        lines += labelled("costs", overhead_lines(result.costs))
-    lines += labelled("layers", layer_lines(result.costs))
-    for label, value in lines:
-        print(f"{label:<16}{value}")
-
-
-def _without_rounding_error(plan: Plan) -> float:
-    """Return the idle time of the busiest rank; 0 if it is a rounding error of the step time."""
-    return plan.overhead if abs(plan.overhead) > 1e-9 * plan.value else 0.0
-
-
-def _gap_text(result: PlanResult) -> str:
-    value, gap = result.plan.value, result.plan.gap
-    if not result.searched_bound:  # cut short
-        return f"at most {percent(gap)} for this placement"
-    searched = value / result.searched_bound - 1
-    return (
-        f"at most {percent(gap)} for this placement, {percent(max(searched, gap))} for all "
-        "searched placements"
-    )
-
-
-class _TableRow(NamedTuple):
-    """A row of the table, with its sort key and its family."""
-
-    out: bool  # above the limit
-    value: float
-    family: str
-    cells: list[str]
-
-
-def _comparison_rows(
-    request: PlanRequest,
-    result: PlanResult,
-    budget: Budget,
-    memory: Text,
-    time: Text,
-    every: bool = False,
-) -> tuple[list[list[str]], int]:
-    """Return a heading and a row per schedule, and the number of omitted rows.
-
-    The recommended schedule comes first, then the others by step time; rows above the limit come
-    last. Without `every`, the rows are the runners-up, the schedules of Megatron, and of each
-    family above the limit the fastest, if it is faster than the plan.
-
-    Args:
-        request: the plan request.
-        result: the plan result.
-        budget: after it is used up, no further schedule is generated.
-        memory: formats memory.
-        time: formats times.
-        every: return all rows.
-    """
-    idle = simulate(result.schedule, result.costs).mean_idle
-    best = result.plan
-    name = "plan" if result.baseline is None else str(result.baseline)
-    table_rows: list[_TableRow] = []
-    for evaluated in compare_baselines(request, result, budget):
-        if evaluated.baseline is not None and evaluated.baseline == result.baseline:
-            continue
-        value, within = (
-            request.objective.of(evaluated.timeline),
-            fits(evaluated.peak, result.limits),
-        )
-        cells = _row(evaluated, value, within, result, memory, time)
-        family = cells[0] if evaluated.baseline is None else evaluated.baseline.name
-        table_rows.append(_TableRow(not within, value, family, cells))
-    table_rows += _strategy_rows(result, time)
-    table_rows.sort(key=lambda row: row[:2])
-    shown = table_rows if every else _worth_showing(table_rows, best.value)
-    plan_row = [name, str(result.schedule.num_chunks), memory(max(best.peak)), time(best.value)]
-    rows = [HEADING, [*plan_row, percent(idle), "recommended"], *(row.cells for row in shown)]
-    return rows, len(table_rows) - len(shown)
-
-
-def _worth_showing(rows: Sequence[_TableRow], best: float) -> list[_TableRow]:
-    """Return the rows that help to choose, in order."""
-    families: set[str] = set()
-    shown: list[_TableRow] = []
-    for row in rows:
-        first = row.family not in families
-        helps = first and row.value < best if row.out else len(shown) < _RUNNERS_UP
-        if helps or (first and row.family in MEGATRONS_OWN):
-            shown.append(row)
-            families.add(row.family)
-    return shown
-
-
-def _strategy_rows(result: PlanResult, time: Text) -> Iterator[_TableRow]:
-    """Yield the plans of the other strategies to save memory, or their lower bounds."""
-    best = result.plan
-    by_words: dict[str, tuple[float, bool]] = {}
-    # A single strategy is the searched plan before its B and W are fused.
-    for strategy, value, bound in (
-        best.evaluated_strategies if len(best.evaluated_strategies) > 1 else ()
-    ):
-        words = f"plan: {strategy.text}"
-        estimate = (bound, True) if value is None else (value, False)
-        by_words[words] = min(estimate, by_words.get(words, estimate))
-    for words, (value, is_bound) in by_words.items():
-        slower = value / best.value - 1
-        if slower <= SAME:  # the plan itself, or an equal one
-            continue
-        why = f"{percent(slower)} slower"
-        row = [words, "", "", time(value), "", why]
-        if is_bound:
-            row[TIME:] = [f">= {time(value)}", "", f"at least {why}"]
-        yield _TableRow(False, value, words, row)
-
-
-def _row(
-    evaluated: EvaluatedSchedule,
-    value: float,
-    within: bool,
-    result: PlanResult,
-    memory: Text,
-    time: Text,
-) -> list[str]:
-    slower = value / result.plan.value - 1
-    if within:
-        why = f"{percent(slower)} slower" if slower > 1e-9 else "as fast"
-    else:
-        over = max(peak - limit for peak, limit in zip(evaluated.peak, result.limits, strict=True))
-        why = f"{memory(over)} above the limit"
-    baseline, schedule = evaluated.baseline, result.schedule
-    is_rejected = baseline and why_not_stock(
-        baseline.name, schedule.num_devices, schedule.unsliced_microbatches
-    )
-    peak, idle = memory(max(evaluated.peak)), percent(evaluated.timeline.mean_idle)
-    return [
-        str(baseline),
-        str(evaluated.schedule.num_chunks),
-        peak,
-        time(value),
-        idle,
-        why + (f"; {NOT_STOCK}" if is_rejected else ""),
-    ]
-
-
-def _recommended(result: PlanResult) -> str:
-    """Format the recommendation as one sentence."""
-    baseline, chunks = result.baseline, result.schedule.num_chunks
-    if baseline is not None and result.is_megatrons:
-        stages = f" with {chunks} virtual stages per rank" if chunks > 1 else ""
-        name = f"stock Megatron's {baseline.name}{stages}"
-        return f"recommended: {name}; no plan within the limit is faster"
-    if baseline is not None:
-        return f"recommended: {baseline}, as published; no plan within the limit is faster"
-    unit = "chunk" if chunks == 1 else "chunks"
-    return f"recommended: the plan, with {chunks} {unit} per rank"

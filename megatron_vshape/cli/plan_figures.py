@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path
 
 from megatron_vshape.cli.files import Output, report_written, write_all
-from megatron_vshape.cli.options import UnitFormat, format_limit_errors
+from megatron_vshape.cli.options import format_limit_errors
 from megatron_vshape.cli.progress import Progress, report_progress
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.frontier import Point, frontier, published_points
 from megatron_vshape.core.request import PlanRequest, PlanResult
 from megatron_vshape.view.names import plain
-from megatron_vshape.view.numbers import GIB, base_peak, fixed, percent, table
+from megatron_vshape.view.numbers import GIB, UnitFormat, base_peak, fixed, percent, table
 
 _LAST_LIMIT_S = 30.0
 """Seconds for the search of a frontier's current limit to end after Ctrl-C."""

@@ -179,6 +179,31 @@ def time_text(value: float, in_us: bool) -> str:
     return f"{fixed(value / 1000, 5)} ms" if in_us else fixed(value, 6)
 
 
+@dataclass(frozen=True, slots=True)
+class UnitFormat:
+    """Formats times and memory: in ms and GiB with a costs file, otherwise in those of --cost."""
+
+    chunk: float  # its memory, in the unit of the costs
+    in_bytes: bool
+    has_states: bool  # memory includes all tensors, so that chunks do not measure it
+
+    @classmethod
+    def of(cls, costs: Costs, num_devices: int, in_bytes: bool) -> "UnitFormat":
+        """Return the units of these costs."""
+        return cls(chunk_of(costs, num_devices), in_bytes, STATE_BYTES in costs.by_stage)
+
+    def time(self, value: float) -> str:
+        """Format a time."""
+        return time_text(value, self.in_bytes)
+
+    def memory(self, value: float, number: Callable[[float], str] = fixed) -> str:
+        """Format memory."""
+        chunks = f"{number(value / self.chunk)} chunks"
+        if not self.in_bytes:
+            return chunks
+        return f"{number(value / GIB)} GiB" + ("" if self.has_states else f" ({chunks})")
+
+
 def percent(share: float) -> str:
     """Format a share as a percentage, without a negative zero."""
     return f"{100 * share:.1f} %".replace("-0.0", "0.0")

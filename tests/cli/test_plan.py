@@ -27,6 +27,7 @@ from megatron_vshape.core.planner.vocabulary import is_shared, shared_pieces
 from megatron_vshape.core.program.lowering import with_full_backwards
 from megatron_vshape.core.program.torch_file import to_torch_csv
 from megatron_vshape.core.request import PlanRequest, PlanResult
+from megatron_vshape.view import plan_report
 from megatron_vshape.view.numbers import GIB
 
 SIZE = ["--devices", "4", "--microbatches", "8"]
@@ -118,14 +119,16 @@ def test_a_stopped_search_claims_no_better_plan_than_the_bound(
 ) -> None:
     result = plan_request(PlanRequest("auto", 2, 2, seconds=0.1))
     searched_plan = replace(result.plan, lower_bound=result.plan.value * lower_bound)
-    assert plan._format_best_so_far(replace(result, searched=searched_plan)).endswith(text)
+    assert plan_report.format_best_so_far(replace(result, searched=searched_plan)).endswith(text)
 
 
 def test_a_rounding_error_is_no_idle_time() -> None:
     searched_plan = plan_request(PlanRequest("auto", 2, 2, seconds=0.1)).plan
     exact = replace(searched_plan, value=100.0, busy=100.0 + 1e-13)
-    assert plan._without_rounding_error(exact) == 0.0
-    assert plan._without_rounding_error(replace(searched_plan, value=100.0, busy=99.0)) == 1.0
+    assert plan_report._without_rounding_error(exact) == 0.0
+    assert (
+        plan_report._without_rounding_error(replace(searched_plan, value=100.0, busy=99.0)) == 1.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -521,7 +524,7 @@ def test_a_plan_is_no_worse_than_published_schedules_whatever_the_time(
 
 def test_the_share_of_split_backwards() -> None:
     schedule = make("v-half", 2, 8)
-    assert plan._split_text(schedule) == "all stages"
-    assert plan._split_text(with_full_backwards(schedule)) == "none"
+    assert plan_report._split_text(schedule) == "all stages"
+    assert plan_report._split_text(with_full_backwards(schedule)) == "none"
     order = (schedule.order[0], with_full_backwards(schedule).order[1])
-    assert plan._split_text(replace(schedule, order=order)) == "50 % of the backward passes"
+    assert plan_report._split_text(replace(schedule, order=order)) == "50 % of the backward passes"
