@@ -5,8 +5,9 @@ No model is built and no heavy package imported, so a command is checked in mill
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.request import is_megatrons_own
@@ -86,27 +87,59 @@ def violations_of(command: Command, sizes: Sizes) -> list[Violation]:
     return [*violations, *_batch_violations(command, sizes, chunks)]
 
 
-_TENSOR = "--tensor-model-parallel-size"
-_DIVISORS = (
-    ("--num-attention-heads", _TENSOR, 1),
-    ("--num-experts", "--expert-model-parallel-size", 1),
-    ("--seq-length", "--context-parallel-size", 2),
+TENSOR, CONTEXT = "--tensor-model-parallel-size", "--context-parallel-size"
+EXPERT = "--expert-model-parallel-size"
+
+
+class DivisibilityRule(NamedTuple):
+    """A number of the model that must be a multiple of a parallel size, times a factor."""
+
+    number_flag: str
+    size_flag: str
+    factor: int = 1
+    is_checked_at_start: bool = True  # otherwise only for configurations that `advise` chooses
+
+    def is_violated(self, number: int, size: int) -> bool:
+        """Return whether the size does not divide the number."""
+        return number % (self.factor * size) != 0
+
+
+DIVISIBILITY_RULES = (
+    DivisibilityRule("--num-attention-heads", TENSOR),
+    DivisibilityRule("--num-query-groups", TENSOR, is_checked_at_start=False),
+    DivisibilityRule("--ffn-hidden-size", TENSOR, is_checked_at_start=False),
+    DivisibilityRule("--vocab-size", TENSOR, is_checked_at_start=False),
+    DivisibilityRule("--num-experts", EXPERT),
+    DivisibilityRule("--seq-length", CONTEXT, factor=2),
 )
-"""Flags whose number must be a multiple of a parallel size above 1, times a factor."""
+
+
+def violated_rules(
+    numbers: Mapping[str, int], sizes: Mapping[str, int]
+) -> Iterator[DivisibilityRule]:
+    """Yield the rules that these numbers violate with these parallel sizes, both by flag."""
+    for rule in DIVISIBILITY_RULES:
+        if rule.number_flag in numbers and rule.size_flag in sizes:
+            if rule.is_violated(numbers[rule.number_flag], sizes[rule.size_flag]):
+                yield rule
 
 
 def _size_violations(command: Command) -> Iterator[Violation]:
     """Yield the violated rules of heads, experts and tokens."""
-    for flag, size_flag, factor in _DIVISORS:
-        number, size = command.number(flag, 0), command.number(size_flag, 1)
-        if size > 1 and number % (factor * size):
-            smaller_sizes = range(size, 0, -1)
-            valid_sizes = (valid for valid in smaller_sizes if not number % (factor * valid))
-            times = f"{factor} x " if factor > 1 else ""
-            problem = f"{flag} {number} is not a multiple of {times}{size_flag} {size}"
-            yield Violation(problem, f"Set {size_flag} {next(valid_sizes, 1)}")
+    rules = [rule for rule in DIVISIBILITY_RULES if rule.is_checked_at_start]
+    numbers = {rule.number_flag: command.number(rule.number_flag, 0) for rule in rules}
+    sizes = {rule.size_flag: command.number(rule.size_flag, 1) for rule in rules}
+    sizes = {flag: size for flag, size in sizes.items() if size > 1}
+    for rule in violated_rules(numbers, sizes):
+        number, size = numbers[rule.number_flag], sizes[rule.size_flag]
+        smaller_sizes = range(size, 0, -1)
+        valid_sizes = (valid for valid in smaller_sizes if not rule.is_violated(number, valid))
+        times = f"{rule.factor} x " if rule.factor > 1 else ""
+        multiple = f"{times}{rule.size_flag} {size}"
+        problem = f"{rule.number_flag} {number} is not a multiple of {multiple}"
+        yield Violation(problem, f"Set {rule.size_flag} {next(valid_sizes, 1)}")
     has_experts = command.number("--num-experts", 0) > 0
-    if has_experts and command.number(_TENSOR, 1) > 1 and not command.has("--sequence-parallel"):
+    if has_experts and command.number(TENSOR, 1) > 1 and not command.has("--sequence-parallel"):
         problem = "experts with tensor parallelism require sequence parallelism in training"
         yield Violation(problem, "Add --sequence-parallel")
 

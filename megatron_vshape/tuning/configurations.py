@@ -18,6 +18,7 @@ from megatron_vshape.core.planner.vocabulary import estimate_logits_bytes, share
 from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.mcore.layout.sizes import ModelSizes, sizes_of, widths_of
 from megatron_vshape.rehearsal.flags import SCHEDULE, Command, count_tokens, read_command
+from megatron_vshape.rehearsal.start_rules import CONTEXT, EXPERT, TENSOR, violated_rules
 
 LAYER_SPLIT, SHARDED_OUTPUT = "--pipeline-layer-split", "--pipeline-vocab-parallel"
 
@@ -311,10 +312,10 @@ class Configuration:
 
 
 FLAGS = {
-    "tensor_parallel": "--tensor-model-parallel-size",
+    "tensor_parallel": TENSOR,
     "pipeline_parallel": "--pipeline-model-parallel-size",
-    "context_parallel": "--context-parallel-size",
-    "expert_parallel": "--expert-model-parallel-size",
+    "context_parallel": CONTEXT,
+    "expert_parallel": EXPERT,
     "microbatch_size": "--micro-batch-size",
 }
 """Megatron's flags of the sizes."""
@@ -461,19 +462,31 @@ def faults(
         yield "layers that do not divide, or a schedule that cannot be", fault
 
 
+_NAMES_OF_NUMBERS = {
+    "--num-attention-heads": "attention_heads",
+    "--num-query-groups": "query_groups",
+    "--ffn-hidden-size": "ffn_hidden_size",
+    "--vocab-size": "vocabulary_size",
+}
+"""Names in model files."""
+
+
 def _tensor_fault(config: Configuration, model: Subject, node: int) -> str | None:
     if config.tensor_parallel > node:
         return f"TP {config.tensor_parallel} does not fit into a node of {node} devices"
     number = model.command.number
-    for name, count in (
-        ("attention_heads", model.heads),
-        ("query_groups", number("--num-query-groups", model.heads)),
-        ("ffn_hidden_size", number("--ffn-hidden-size", 0)),
-        ("vocabulary_size", model.vocabulary if model.translated else 0),
-    ):
-        if count % config.tensor_parallel:
-            return f"TP {config.tensor_parallel} does not divide {name} {count}"
-    if config.sequence_length % (config.tensor_parallel * 2 * config.context_parallel):
+    numbers = {
+        "--num-attention-heads": model.heads,
+        "--num-query-groups": number("--num-query-groups", model.heads),
+        "--ffn-hidden-size": number("--ffn-hidden-size", 0),
+        "--vocab-size": model.vocabulary if model.translated else 0,
+    }
+    for rule in violated_rules(numbers, {TENSOR: config.tensor_parallel}):
+        name = _NAMES_OF_NUMBERS[rule.number_flag]
+        return f"TP {config.tensor_parallel} does not divide {name} {numbers[rule.number_flag]}"
+    # Sequence parallelism also shards the tokens of a context-parallel rank.
+    shards = {CONTEXT: config.tensor_parallel * config.context_parallel}
+    if any(violated_rules({"--seq-length": config.sequence_length}, shards)):
         return (
             f"sequence_length {config.sequence_length} does not divide into 2 x CP "
             f"{config.context_parallel} x TP {config.tensor_parallel} parts"
@@ -486,7 +499,7 @@ def _expert_fault(config: Configuration, model: Subject) -> str | None:
         return None
     if not model.experts:
         return f"EP {config.expert_parallel}: the model has no experts"
-    if model.experts % config.expert_parallel:
+    if any(violated_rules({"--num-experts": model.experts}, {EXPERT: config.expert_parallel})):
         return f"EP {config.expert_parallel} does not divide {model.experts} experts"
     shards = model.command.number("--expert-tensor-parallel-size", config.tensor_parallel)
     ranks = config.data_parallel * config.tensor_parallel * config.context_parallel
