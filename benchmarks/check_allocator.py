@@ -52,11 +52,14 @@ def outside_bytes() -> int:
 
 def run_one(output: Path) -> None:
     """Run the rank of the job on stdin, and write its trace."""
+    import measure_ranks
     import torch
 
     from megatron_vshape.rehearsal import measured_rank
+    from megatron_vshape.rehearsal.rank_job import RankJob
 
-    measured_rank.import_all()
+    watched = measured_rank.Watched(measure_ranks.STEPS)
+    measured_rank.import_all(watched)
     line = sys.stdin.readline()
     if not line:
         return
@@ -64,7 +67,7 @@ def run_one(output: Path) -> None:
     start_bytes = outside_bytes()
     torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=10_000_000)
     try:
-        report = measured_rank.run_rank(json.loads(line))
+        report = measured_rank.run_rank(RankJob.from_json(line), watched)
     except Exception as error:
         report = {"error": f"{type(error).__name__}: {error}"}
     snapshot = torch.cuda.memory._snapshot()
@@ -82,7 +85,7 @@ def run_one(output: Path) -> None:
     os._exit(0)  # some threads wait for other ranks
 
 
-def jobs(only: list[str]) -> list[tuple[str, str, dict[str, Any]]]:
+def jobs(only: list[str]) -> list[tuple[str, str, Any]]:
     """Return file name, allocator settings and job of each run."""
     import measure_ranks
 
@@ -125,7 +128,7 @@ def record(folder: Path, only: list[str]) -> int:
         if index + AHEAD < len(todo):
             start(index + AHEAD)
         try:
-            output, _ = process.communicate(json.dumps(job) + "\n", TIMEOUT_S)
+            output, _ = process.communicate(job.to_json() + "\n", TIMEOUT_S)
         except subprocess.TimeoutExpired:
             output = ""
         finally:

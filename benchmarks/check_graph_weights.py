@@ -461,12 +461,12 @@ def check_trainer(name: str) -> dict[str, Any]:
     from measure_ranks import COMMON, SCRIPT
 
     from megatron_vshape.rehearsal import measured_rank
+    from megatron_vshape.rehearsal.gpus import GPUS
+    from megatron_vshape.rehearsal.rank_job import RankJob
 
     ranks: Any = measured_rank
     ranks._receive = lambda *unused, **options: None  # filled by the stage, by its microbatch
     ranks.SMALL_STEPS = []
-    ranks.import_all()
-    watchers: list[Any] = []
 
     class Summed(ranks.Watched):  # type: ignore[misc]
         def __init__(self, steps: int) -> None:
@@ -475,7 +475,6 @@ def check_trainer(name: str) -> dict[str, Any]:
             self.losses: list[Any] = []
             self.host: dict[str, list[float]] = defaultdict(list)
             self.memory: list[dict[str, int]] = []
-            watchers.append(self)
 
         def setup(self, call: Any, *args: Any, **kwargs: Any) -> Any:
             setup_result = super().setup(call, *args, **kwargs)
@@ -493,30 +492,25 @@ def check_trainer(name: str) -> dict[str, Any]:
             )
             return step_result
 
-        def watch(self, name: str, chunk: int, call: Any) -> Any:
+        @contextmanager
+        def watch(self, phase: Any) -> Iterator[None]:
             start = time.perf_counter()
-            watched = super().watch(name, chunk, call)
-            self.host[f"{name}{chunk}"].append(1e6 * (time.perf_counter() - start))
-            return watched
+            with super().watch(phase):
+                yield
+            self.host[f"{phase.kind}{phase.chunk}"].append(1e6 * (time.perf_counter() - start))
 
-    watch = ranks._watch_ours
-
-    def watch_filled(watched: Any) -> None:
-        _fill_messages()
-        watch(watched)
-
-    ranks._watch_ours, ranks.Watched = watch_filled, Summed
+    watched = Summed(TRAINER_STEPS)
+    ranks.import_all(watched)
+    _fill_messages()
     common = COMMON.replace("--lr 1e-9 --min-lr 1e-9", "--lr 1e-4 --min-lr 1e-4")
-    job: dict[str, Any] = {
-        "script": str(SCRIPT),
-        "flags": f"{common} {TRAINER} {TRAINER_FLAGS[name]}".split(),
-    }
-    job |= {"rank": 0, "world": TRAINER_WORLD, "environment": {}, "schedule": True}
-    report = ranks.run_rank(job | {"steps": TRAINER_STEPS})
+    flags = f"{common} {TRAINER} {TRAINER_FLAGS[name]}".split()
+    gpu = GPUS["h200"]  # ignored by measurements
+    job = RankJob(str(SCRIPT), flags, gpu, TRAINER_WORLD, rank=0, has_schedule=True)
+    report = ranks.run_rank(job, watched)
     for kind in report["kinds"]:
-        kind["host_us"] = statistics.median(watchers[0].host[f"{kind['kind']}{kind['chunk']}"])
-    memory = [{name: size / MIB for name, size in sizes.items()} for sizes in watchers[0].memory]
-    return report | {"sums": watchers[0].sums, "losses": watchers[0].losses, "memory_mib": memory}
+        kind["host_us"] = statistics.median(watched.host[f"{kind['kind']}{kind['chunk']}"])
+    memory = [{name: size / MIB for name, size in sizes.items()} for sizes in watched.memory]
+    return report | {"sums": watched.sums, "losses": watched.losses, "memory_mib": memory}
 
 
 def checksum(tensor: Any) -> int:

@@ -18,9 +18,11 @@ import statistics
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_vshape.rehearsal.phases import Phase
 from megatron_vshape.rehearsal.rank_job import RankJob
 
 WARM_UP = 2
@@ -93,35 +95,28 @@ class Watched:
         self.cuda.reset_peak_memory_stats()
         return self.peak
 
-    def watch(self, name: str, chunk: int, call: Callable[[], Any]) -> Any:
-        """Run a pass; record its start and end, and the memory that it adds and needs meanwhile."""
+    @contextmanager
+    def watch(self, phase: Phase) -> Iterator[None]:
+        """Record the start and end of a pass, and the memory that it adds and needs meanwhile."""
         start, end = (self.cuda.Event(enable_timing=True) for _ in range(2))
         self._reset_peak()
         start_bytes = self.cuda.memory_allocated()
         start.record()
         try:
-            return call()
+            yield
         finally:
             end.record()
             adds = self.cuda.memory_allocated() - start_bytes
             meanwhile = self.cuda.max_memory_allocated() - start_bytes
-            self.passes.append((name, chunk, start, end, adds, meanwhile))
+            self.passes.append((phase.kind, phase.chunk, start, end, adds, meanwhile))
 
     def of_megatron(self, name: str) -> Callable[..., Any]:
         """Wrap a pass of Megatron's own schedules."""
 
         def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             model = kwargs.get("model", args[2] if len(args) > 2 else None)
-            return self.watch(name, self.chunks.get(id(model), 0), lambda: call(*args, **kwargs))
-
-        return run
-
-    def of_ours(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a method of a stage."""
-
-        @functools.wraps(call)
-        def run(stage: Any, *args: Any, **kwargs: Any) -> Any:
-            return self.watch(name, stage.chunk, lambda: call(stage, *args, **kwargs))
+            with self.watch(Phase(name, self.chunks.get(id(model), 0))):
+                return call(*args, **kwargs)
 
         return run
 
@@ -153,8 +148,11 @@ class Watched:
         }
 
 
-def import_all() -> None:
-    """Import all modules of a rank, with collectives that end as they begin."""
+def import_all(watched: Watched) -> None:
+    """Import all modules of a rank, with collectives that end as they begin.
+
+    The passes of this package's schedules report to `watched`.
+    """
     from megatron_vshape.environment import set_missing
 
     set_missing(os.environ, kernels=True, ordered=True)
@@ -168,8 +166,10 @@ def import_all() -> None:
     exchanges.install()
     _let_exchanges_write()
     from megatron_vshape.mcore.hooks import registry
+    from megatron_vshape.mcore.step.stage import Execution
+    from megatron_vshape.rehearsal.single_rank import watched_stage
 
-    registry.install({})
+    registry.install({}, Execution(watched_stage(watched.watch)))
     import megatron.training.training  # noqa: F401
 
     torch.manual_seed(1)
@@ -230,8 +230,8 @@ def _is_part(output: Any, source: Any) -> bool:
     return bool(output.untyped_storage().data_ptr() == source.untyped_storage().data_ptr())
 
 
-def run_rank(job: RankJob, steps: int) -> dict[str, Any]:
-    """Run the program of a rank for some steps and return the figures."""
+def run_rank(job: RankJob, watched: Watched) -> dict[str, Any]:
+    """Run the program of a rank for the steps of `watched` and return the figures."""
     os.environ |= {
         **job.environment,
         "RANK": str(job.rank),
@@ -249,15 +249,12 @@ def run_rank(job: RankJob, steps: int) -> dict[str, Any]:
     exchanges.start_process_group(job.rank, job.world)
     if job.lora is not None:
         lora.install(job.lora)
-    watched = Watched(steps)
     wrap(training, "setup_model_and_optimizer", watched.setup)
     wrap(training, "train_step", watched.train_step)
     data: Any = training
     data.build_train_valid_test_data_iterators = _iterators
     _stand_in()
-    if job.has_schedule:
-        _watch_ours(watched)
-    else:
+    if not job.has_schedule:
         from megatron.core.pipeline_parallel import schedules
 
         wrap(schedules, "forward_step", watched.of_megatron("F"))
@@ -281,17 +278,6 @@ def _stand_in() -> None:
     asks.set_ideal_affinity_for_current_gpu = lambda: None
     compiles: Any = initialize
     compiles._compile_dependencies = lambda: None
-
-
-def _watch_ours(watched: Watched) -> None:
-    from megatron_vshape.core.model.kinds import PARTS, Kind
-    from megatron_vshape.mcore.step.stage import MegatronStage
-    from megatron_vshape.rehearsal import single_rank
-
-    single_rank.run_alone()
-    stage: Any = MegatronStage
-    for kind in (*PARTS, Kind.BW):
-        setattr(stage, kind.method, watched.of_ours(str(kind), getattr(stage, kind.method)))
 
 
 def _iterators(*unused: Any, **options: Any) -> Any:
@@ -328,11 +314,12 @@ def main() -> None:
     os.dup2(2, 1)
     steps, *paths = sys.argv[1:]
     sys.path[:0] = paths
-    import_all()
+    watched = Watched(int(steps))
+    import_all(watched)
     line = sys.stdin.readline()
     if line:
         try:
-            result = run_rank(RankJob.from_json(line), int(steps))
+            result = run_rank(RankJob.from_json(line), watched)
         except Exception as error:
             traceback.print_exc()
             result = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}

@@ -18,7 +18,7 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_vshape.mcore.refusals import captures_graphs
-from megatron_vshape.rehearsal import adjustments, exchanges, lora, repeats, routing, single_rank
+from megatron_vshape.rehearsal import adjustments, exchanges, lora, repeats, routing
 from megatron_vshape.rehearsal.adjustments import wrap
 from megatron_vshape.rehearsal.allocator import AllocatorSettings, Lifetime, Replayed, replay
 from megatron_vshape.rehearsal.device import Current, on_host
@@ -123,13 +123,17 @@ def _set_environment(job: RankJob) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def _stop(call: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Replace a pass by the end of the program."""
+def _stop(phase: Phase) -> AbstractContextManager[None]:
+    """End the program before its first pass."""
+    raise _StepsDone
 
-    def stop(*unused: Any) -> Any:
-        raise _StepsDone
 
-    return stop
+def _register_schedules(watch: Callable[[Phase], AbstractContextManager[None]]) -> None:
+    """Register this package's schedules, whose passes run in the context of `watch`."""
+    from megatron_vshape.mcore.hooks import registry
+    from megatron_vshape.rehearsal.single_rank import watched_execution
+
+    registry.install({}, watched_execution(watch))
 
 
 class _Run:
@@ -184,7 +188,7 @@ class _Run:
         if self.job.max_microbatches:
             self.few = min(self.many, self.job.max_microbatches)
         elif self.job.has_schedule:
-            single_rank.install(_stop if self.job.checks_only else self.passes.watch)
+            _register_schedules(_stop if self.job.checks_only else self.ledger.during)
         else:
             self.passes.watch_megatrons(schedules)
 
@@ -590,16 +594,6 @@ class _Passes:
         microbatch = self._num_passes.get((kind, chunk), 0)
         self._num_passes[kind, chunk] = microbatch + 1
         return Phase(kind, chunk, microbatch)
-
-    def watch(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Wrap a pass of this package so that it sets the phase; its stage has the chunk."""
-
-        @functools.wraps(call)
-        def run(stage: Any, microbatch: Any = 0, *args: Any, **kwargs: Any) -> Any:
-            with self._ledger.during(Phase(name, stage.chunk, microbatch)):
-                return call(stage, microbatch, *args, **kwargs)
-
-        return run
 
     def watch_megatrons(self, schedules: Any) -> None:
         """Wrap the passes of Megatron's schedules so that they set the phase."""

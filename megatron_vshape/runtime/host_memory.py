@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_vshape.core.check.simulate import HOST_BLOCKS
-from megatron_vshape.runtime.hosts import ranks_in_environment
+from megatron_vshape.runtime.hosts import has_peers, ranks_in_environment
 
 logger = logging.getLogger(__name__)
 
@@ -151,10 +151,12 @@ class HostMemory:
 
 
 def free_host_bytes(ranks: int | None = None) -> int | None:
-    """Return the free host memory per rank in bytes; None if unknown.
+    """Return the free host memory per rank in bytes; None if unknown, as in a dry run.
 
     If `ranks` is None, the number of ranks is read from the launcher.
     """
+    if not has_peers():  # this host is not a training host
+        return None
     free_by_source = list(_free_by_source())
     # All ranks of the host allocate at about the same time.
     share = (1 - KEPT_FREE) / (ranks or ranks_in_environment() or 1)

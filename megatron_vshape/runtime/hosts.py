@@ -1,4 +1,4 @@
-"""Number of ranks per host, to divide the host's memory and processors."""
+"""The other ranks: whether they exist, and how many share a host's memory and processors."""
 
 import os
 import re
@@ -16,6 +16,11 @@ _LAUNCHERS = (
 )
 _SLURM = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
 _REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # as in 8(x2),4: of three nodes
+
+
+def has_peers() -> bool:
+    """Return False if no other rank exists: in a dry run, on torch's backend "fake"."""
+    return not dist.is_initialized() or dist.get_backend() != "fake"
 
 
 def ranks_in_environment(environ: Mapping[str, str] = os.environ) -> int | None:

@@ -41,6 +41,7 @@ from megatron_vshape.runtime.activation_tracker import nodes_behind, saved_by
 from megatron_vshape.runtime.graph_memory import Segments
 from megatron_vshape.runtime.host_memory import HostMemory, Moment
 from megatron_vshape.runtime.program_runner import Handler
+from megatron_vshape.runtime.weight_jobs import is_plain
 
 SMALL = 1 / 64
 """Share of the largest storage of a microbatch below which a storage is not offloaded."""
@@ -323,7 +324,7 @@ class Offload:
             for attribute, tensor in saved_by(node):
                 places[attribute] = places.get(attribute, -1) + 1
                 # A subclass may have its data elsewhere; a CPU tensor is in host memory already.
-                if type(tensor) is not Tensor or tensor.device.type != self._device.type:
+                if not is_plain(tensor) or tensor.device.type != self._device.type:
                     continue
                 storage = tensor.untyped_storage()
                 key = storage._cdata

@@ -31,6 +31,7 @@ from megatron_vshape.runtime.failures import (
     cause_of_others,
     no_progress,
 )
+from megatron_vshape.runtime.hosts import has_peers
 from megatron_vshape.runtime.program_runner import Place, describe
 
 GIB = 2.0**30
@@ -106,7 +107,7 @@ class Transport:
         self._waits_block = self._torch_device.type == "cpu"
         self._sends: _PolledSends | _WaitedSends = (
             _WaitedSends(timeout_s, self._describe_send, lambda message: self._channel(message)[0])
-            if self._waits_block
+            if self._waits_block and has_peers()
             else _PolledSends(self._describe_send)
         )
         self.collectives: DeviceCollectives | None = (
@@ -395,6 +396,8 @@ class Transport:
 
     def _warm_up(self, edges: Sequence[Edge], size: int = 1) -> None:
         """Send numbers along every edge, in the same order on all ranks to avoid deadlock."""
+        if not has_peers():
+            return
         for edge in edges:
             # An edge between two other ranks: this rank only took part in creating its group.
             if edge not in self._channels:

@@ -1,7 +1,7 @@
 """Program runner: execute the instructions of a Program on this rank, by calls of its stages."""
 
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, partial
 from types import MappingProxyType
@@ -192,6 +192,7 @@ class ProgramRun:
     observer: Observer | None = None
     place: Place | None = None
     handlers: Mapping[Kind, Handler] = field(default_factory=dict)
+    executor: type[Executor] = ThreadPoolExecutor  # of passes beside the processor
 
     def __post_init__(self) -> None:
         self._observer = self.observer or _Silent()
@@ -200,7 +201,9 @@ class ProgramRun:
         schedule = self.program.schedule
         self._local = _Local(schedule, self.device)
         has_others = any(kind.resource != PROCESSOR for kind in schedule.kinds)
-        self._others = _OtherResources(schedule, self.handlers) if has_others else None
+        self._others = (
+            _OtherResources(schedule, self.handlers, self.executor) if has_others else None
+        )
         self._at = 0
 
     def finish(self) -> None:
@@ -424,14 +427,17 @@ class _Local:
 class _OtherResources:
     """Passes of resources other than the processor: one thread per resource, in program order."""
 
-    def __init__(self, schedule: Schedule, handlers: Mapping[Kind, Handler]) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        handlers: Mapping[Kind, Handler],
+        executor: Callable[..., Executor],
+    ) -> None:
         self._handlers = handlers
         self._needs = NeedTable(schedule.num_stages, schedule.kinds)
         self._resource = {kind: kind.resource for kind in schedule.kinds}
         self._threads = {
-            resource: ThreadPoolExecutor(
-                1, initializer=on_stream_of(resource), thread_name_prefix=resource
-            )
+            resource: executor(1, initializer=on_stream_of(resource), thread_name_prefix=resource)
             for resource in set(self._resource.values()) - {PROCESSOR}
         }
         self._under_way: dict[Pass, Future[list[Tensor | None]]] = {}

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._autograd import _profiler_enabled
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.profiler import record_function
 
 logger = logging.getLogger(__name__)
@@ -371,6 +372,11 @@ def _te_gemm() -> Callable[..., Any] | None:
         return None
     # Get the workspace at the call: it is GPU memory that TE shares among its layers.
     return lambda x, dy, **options: gemm(x, dy, workspace=workspace(), **options)
+
+
+def is_plain(tensor: Any) -> bool:
+    """Return whether the data of a tensor is in its storage; a fake tensor has none to miss."""
+    return type(tensor) in (Tensor, FakeTensor)
 
 
 def plain_tensors(value: Any) -> Iterator[Tensor]:

@@ -23,6 +23,7 @@ from megatron_vshape.mcore.hooks.session import HOOKS as STEP_HOOKS
 from megatron_vshape.mcore.hooks.session import ProcessState, Session
 from megatron_vshape.mcore.options import options_from
 from megatron_vshape.mcore.setup.features import features
+from megatron_vshape.mcore.step.stage import Execution
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _UTILS = "megatron.core.pipeline_parallel.utils"
@@ -199,12 +200,13 @@ PROBES = (
 _session: Session | None = None
 
 
-def install(options: Mapping[str, Any] | None = None) -> None:
+def install(options: Mapping[str, Any] | None = None, execution: Execution | None = None) -> None:
     """Replace the attributes in `HOOKS`, also in modules that have imported them by name.
 
     Until a schedule is chosen, every replacement behaves as the original; hooks with
     `only_with_pipeline` are installed only then (`Session.choose`). A second call does nothing.
-    `options` are those of `megatron_vshape.register` or of the environment variable.
+    `options` are those of `megatron_vshape.register` or of the environment variable; `execution`
+    runs the passes, if it is not the default.
 
     Raises:
         HookError: A target is missing or has another signature. Nothing is replaced in this case.
@@ -225,7 +227,8 @@ def install(options: Mapping[str, Any] | None = None) -> None:
     faults = [state.fault for state in examine() if state.fault is not None]
     if faults:
         raise HookError(faults[0])
-    _session = session = Session(process=ProcessState(registered=registered))
+    process = ProcessState(registered=registered, execution=execution or Execution())
+    _session = session = Session(process=process)
     replacements_by_id: dict[int, Any] = {}  # names of one object get one replacement
     # Read before any replacement: `_swap` finds imports by name through the identity of the
     # original.

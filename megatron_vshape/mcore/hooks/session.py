@@ -50,6 +50,7 @@ from megatron_vshape.mcore.step.forward_backward import PipelineRunner, message_
 from megatron_vshape.mcore.step.gradient_sync import splits_last
 from megatron_vshape.mcore.step.losses import can_wait
 from megatron_vshape.mcore.step.microbatches import iterators_by_chunk
+from megatron_vshape.mcore.step.stage import Execution
 from megatron_vshape.mcore.step_state import StepState, unwrapped
 
 if TYPE_CHECKING:  # it needs Megatron-LM's trainer
@@ -66,6 +67,7 @@ class ProcessState:
     chosen_by_flags: bool = False  # Megatron's parser has run; its flags override `registered`
     names_schedule: bool = False  # the flags name a schedule, even if it is rejected later
     megatron_defaults: Mapping[str, Any] = field(default_factory=dict)  # of its own arguments
+    execution: Execution = field(default_factory=Execution)  # of the passes
     environment: Environment = field(default_factory=Environment)
     prepared: WeakSet[nn.Module] = field(default_factory=WeakSet)  # first chunks of models
     # Replaced attributes of Megatron and libraries.
@@ -197,7 +199,9 @@ class Session:
         """Return the runner of this package's schedule; creates it at the first call."""
         if self.steps.runner is None:
             planner = self.planner_of_run()
-            self.steps.runner = PipelineRunner(self.step, pipeline, planner, self.logs)
+            self.steps.runner = PipelineRunner(
+                self.step, pipeline, planner, self.logs, self.process.execution
+            )
         return self.steps.runner
 
     def prepare_model(self, call: Mapping[str, Any]) -> None:

@@ -61,6 +61,7 @@ from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.run_config import RunConfig, ScheduleChoice, Settings
 from megatron_vshape.mcore.setup.translate import log_translated
 from megatron_vshape.mcore.split import graphs
+from megatron_vshape.runtime.hosts import has_peers
 
 logger = logging.getLogger(__name__)
 
@@ -460,5 +461,6 @@ def with_backend_of_run(pipeline: RunConfig) -> RunConfig:
 
 def _messages_are_kernels() -> bool:
     if dist.is_initialized():
-        return "nccl" in str(dist.get_backend())
+        # A dry run has the programs of NCCL on any device.
+        return "nccl" in str(dist.get_backend()) or not has_peers()
     return torch.cuda.is_available()

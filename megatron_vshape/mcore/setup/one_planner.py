@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.runtime.hosts import has_peers
 
 Planned = TypeVar("Planned")
 
@@ -60,7 +61,8 @@ class RankZeroPlanner:
             ScheduleError: `plan` raised on rank 0 (with its message), or rank 0 has not responded.
         """
         if dist.is_initialized():
-            return self._in_group(plan) if dist.get_world_size() > 1 else plan()
+            is_alone = dist.get_world_size() == 1 or not has_peers()
+            return plan() if is_alone else self._in_group(plan)
         rank, size = self._place()
         if size == 1:
             return plan()

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.step_state import StepState
-from megatron_vshape.runtime.weight_jobs import GatheringJob, is_open
+from megatron_vshape.runtime.weight_jobs import GatheringJob, is_open, is_plain
 
 logger = logging.getLogger(__name__)
 
@@ -509,7 +509,7 @@ def _keep_shards(
     if gathered is None:
         return sources
     # A quantized tensor stays gathered: only plain tensors are sharded here.
-    if type(tensors[gathered]) is not Tensor:
+    if not is_plain(tensors[gathered]):
         warn_of_gathered()
         return sources
     group, tensor = layer.tp_group, tensors[gathered]

@@ -46,6 +46,7 @@ from megatron_vshape.mcore.step.microbatches import (
     share_iterators,
 )
 from megatron_vshape.mcore.step.stage import (
+    Execution,
     MegatronStage,
     PreparedStep,
     StepContext,
@@ -62,7 +63,7 @@ from megatron_vshape.runtime.failures import (
 )
 from megatron_vshape.runtime.hosts import ranks_of_this_host
 from megatron_vshape.runtime.p2p import Transport, TransportError
-from megatron_vshape.runtime.program_runner import Observer, Place, ProgramRun, Stage
+from megatron_vshape.runtime.program_runner import Observer, Place, ProgramRun
 from megatron_vshape.runtime.variable_p2p import VariableTransport
 
 Used = TypeVar("Used", bound=StepFeature)
@@ -75,9 +76,16 @@ class PipelineRunner:
     create both in the first step: creating process groups is slow and collective.
     """
 
-    def __init__(self, state: StepState, pipeline: RunConfig, planner: Planner, logs: Logs) -> None:
+    def __init__(
+        self,
+        state: StepState,
+        pipeline: RunConfig,
+        planner: Planner,
+        logs: Logs,
+        execution: Execution,
+    ) -> None:
         """Set the state shared with layers, the schedule, and whether the trainer logs a step."""
-        self._state = state
+        self._state, self._execution = state, execution
         self.pipeline, self.planner = pipeline, planner
         self._transport: Transport | None = None
         self._place = Place()
@@ -310,14 +318,16 @@ class PipelineRunner:
         # Last, because the StepHooks read everything above, and register for the passes.
         hooks = (step_feature.begin(context) for step_feature in self._step_features)
         context.hooks += [hook for hook in hooks if hook is not None]
+        stages = _stages(context, self._execution.stage)
         run = ProgramRun(
             program=context.program,
             device=groups.pp.rank(),
-            stages=_stages(context),
+            stages=stages,
             transport=transport,
             observer=timer,
             place=self._place,
-            handlers=context.handlers(),
+            handlers=self._execution.adapt_handlers(context.handlers(), stages),
+            executor=self._execution.executor,
         )
         return PreparedStep(context, run)
 
@@ -463,11 +473,11 @@ def _check_shapes(schedule: str, adjust_tensor_shapes_fn: Any) -> None:
         )
 
 
-def _stages(context: StepContext) -> Mapping[int, Stage]:
+def _stages(context: StepContext, stage_type: type[MegatronStage]) -> Mapping[int, MegatronStage]:
     """Return the objects that run the passes of this rank's chunks, by stage."""
     stage_map = context.pipeline.stage_map
     return {
-        stage: MegatronStage(
+        stage: stage_type(
             context,
             chunk,
             stage,

@@ -29,6 +29,7 @@ from megatron_vshape.core.program.instructions import Instruction
 from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.runtime.hosts import has_peers
 from megatron_vshape.runtime.program_runner import Place
 
 
@@ -75,6 +76,8 @@ class LossGatherer:
         rank = pipeline_group.rank()
         if loss_rank == last_rank or rank not in (loss_rank, last_rank):
             return store
+        if not has_peers():
+            return store if rank == loss_rank else [{}]
         if rank == loss_rank:
             self._send_nest((store, multi_token.take_metrics()), last_rank, pipeline_group, device)
             return store

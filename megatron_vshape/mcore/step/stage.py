@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ from megatron_vshape.mcore.step_state import StepState, TokenRange, device_of
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import Handler, ProgramRun
 from megatron_vshape.runtime.weight_jobs import WeightJobs
+
+Handlers = Mapping[Kind, Handler]
 
 ForwardStep = Callable[..., Any]
 """The trainer's forward step function, or its replacement."""
@@ -518,6 +521,17 @@ class MegatronStage:
                 tracker.add(tensor)
                 tracker.add_graph(tensor)
         tracker.ends(work)
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """The objects that run the passes of this process; a dry run observes passes by its own."""
+
+    stage: type[MegatronStage] = MegatronStage
+    executor: type[Executor] = ThreadPoolExecutor  # of passes beside the processor
+    adapt_handlers: Callable[[Handlers, Mapping[int, MegatronStage]], Handlers] = (
+        lambda handlers, stages: handlers
+    )
 
 
 def run_by_megatron(config: Any, forward: Forward | None, backward: Backward | None) -> PassResults:
