@@ -129,7 +129,7 @@ def job_of(row: Row, stage: int, layers: int, megatron: Path) -> RankJob:
         rank=(stage + 1) * replicas - 1,
         stage=stage,
         name=f"{key_of(row)} @{stage}/{layers}",
-        max_microbatches=2,
+        watches_passes=False,
     )
 
 

@@ -91,7 +91,7 @@ CASES = {
         assert ledger.pool_peak + ledger.other_peak > ledger.peak
     """,
     "every point of the curve has the memory by category": """
-        from megatron_vshape.rehearsal.one_rank import _over_time
+        from megatron_vshape.rehearsal.memory_parts import memory_over_time
         weights, kept = gpu(MIB), []
         ledger.name(weights, "weights")
         for microbatch in range(2):
@@ -101,7 +101,7 @@ CASES = {
                 del del_me
         with ledger.during(Phase("B", 0, 0)):
             kept[0] = gpu(MIB)  # what W needs, in place of what F kept
-        points = _over_time(ledger.records, ledger.curve)
+        points = memory_over_time(ledger.records, ledger.curve)
         in_mib = [{who: size // (4 * MIB) for who, size in held.items()} for *_, held in points]
         assert all(sum(held.values()) == size for _, size, held in points)
         assert max(size for _, size, _ in points) == ledger.peak == 24 * MIB
