@@ -55,11 +55,11 @@ def run_one(output: Path) -> None:
     import measure_ranks
     import torch
 
-    from megatron_vshape.rehearsal import measured_rank
+    from megatron_vshape.rehearsal import measurement_worker
     from megatron_vshape.rehearsal.rank_job import RankJob
 
-    watched = measured_rank.Watched(measure_ranks.STEPS)
-    measured_rank.import_all(watched)
+    watched = measurement_worker.Watched(measure_ranks.STEPS)
+    measurement_worker.import_all(watched)
     line = sys.stdin.readline()
     if not line:
         return
@@ -67,7 +67,7 @@ def run_one(output: Path) -> None:
     start_bytes = outside_bytes()
     torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=10_000_000)
     try:
-        report = measured_rank.run_rank(RankJob.from_json(line), watched)
+        report = measurement_worker.run_rank(RankJob.from_json(line), watched)
     except Exception as error:
         report = {"error": f"{type(error).__name__}: {error}"}
     snapshot = torch.cuda.memory._snapshot()

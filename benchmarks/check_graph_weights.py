@@ -460,11 +460,11 @@ def check_trainer(name: str) -> dict[str, Any]:
     """Train for some steps; return checksums of main_grad after each, times and memory."""
     from measure_ranks import COMMON, SCRIPT
 
-    from megatron_vshape.rehearsal import measured_rank
+    from megatron_vshape.rehearsal import measurement_worker
     from megatron_vshape.rehearsal.gpus import GPUS
     from megatron_vshape.rehearsal.rank_job import RankJob
 
-    ranks: Any = measured_rank
+    ranks: Any = measurement_worker
     ranks._receive = lambda *unused, **options: None  # filled by the stage, by its microbatch
     ranks.SMALL_STEPS = []
 

@@ -33,7 +33,7 @@ from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.request import AUTO, PlanRequest, PlanResult
-from megatron_vshape.rehearsal.counting import Ranks
+from megatron_vshape.rehearsal.configuration_costs import Ranks
 from megatron_vshape.rehearsal.rank_report import RankReport
 from megatron_vshape.tuning.configurations import (
     FULL,

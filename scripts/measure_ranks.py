@@ -4,7 +4,7 @@
     python scripts/measure_ranks.py measure --output FILE.json [--only NAME ...]
     python scripts/measure_ranks.py rehearse FILE.json [--te DIRECTORY]
 
-`measure` runs each rank as `megatron-vshape rehearse --measure` does (`rehearsal.measured`):
+`measure` runs each rank as `megatron-vshape rehearse --measure` does (`rehearsal.measurement`):
 Megatron's trainer without the other ranks. Memory is that of torch's allocator. NCCL's buffers,
 waits and communication are not measured. Transformer Engine must be installed.
 
@@ -132,7 +132,7 @@ def measure(args: argparse.Namespace) -> int:
     import torch
     from bench_gpu import provenance
 
-    from megatron_vshape.rehearsal.measured import format_passes, measure_ranks
+    from megatron_vshape.rehearsal.measurement import format_passes, measure_ranks
 
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     rank_cases = list(cases(args.only, args.skip, args.flags))

@@ -33,8 +33,10 @@ from megatron_vshape.cli.files import (
 from megatron_vshape.cli.help import MODEL, OUTPUT, SEARCH, group
 from megatron_vshape.cli.progress import report_progress
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal import counted, counting, measured, report
+from megatron_vshape.rehearsal import report
 from megatron_vshape.rehearsal.accuracy import RELEASES
+from megatron_vshape.rehearsal.configuration_costs import counting_schedule
+from megatron_vshape.rehearsal.costs_from_reports import counted_costs, with_measured
 from megatron_vshape.rehearsal.flags import (
     SCHEDULE,
     Command,
@@ -44,6 +46,7 @@ from megatron_vshape.rehearsal.flags import (
     sizes_of,
 )
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
+from megatron_vshape.rehearsal.measurement import format_passes, measure_ranks
 from megatron_vshape.rehearsal.rank_job import RankJob
 from megatron_vshape.rehearsal.rank_report import CheckedRank, FailedRank, RankReport
 from megatron_vshape.rehearsal.ranks import DryRunConfig, check_all, rehearse_all
@@ -388,7 +391,7 @@ def _write_costs(
             "--pipeline-model-parallel-size to 2 or more"
         )
     plain = command.of_megatron().without_chunks()
-    with counting.counting_schedule(sizes.pipeline) as with_counting:
+    with counting_schedule(sizes.pipeline) as with_counting:
         jobs = [config.job(with_counting(plain, sizes), sizes, stage, "") for stage in stages]
         with report_progress(lambda us: f"{us:.0f} us"):
             reports = _found(rehearse_all(config.programs, jobs))[""]
@@ -396,7 +399,7 @@ def _write_costs(
             # Only the first tensor-parallel rank reads data: the others would receive it.
             jobs = [replace(job, rank=job.rank - job.rank % sizes.tensor) for job in jobs]
             reports = _measured(reports, jobs, config)
-    costs = counted.counted_costs(reports, config.gpu, sizes.pipeline, sizes.stage_stride)
+    costs = counted_costs(reports, config.gpu, sizes.pipeline, sizes.stage_stride)
     write_all([Output("--costs", options.costs, lambda path: _write_text(path, costs.to_json()))])
     print("\n".join(source_lines(costs)))
     print(
@@ -420,13 +423,13 @@ def _measured(
     job_of = {job.stage: job for job in jobs}
     todo = [job_of[ranks[0].stage] for ranks in groups.values()]
     measured_reports: list[RankReport] = []
-    results = measured.measure_ranks(todo, config.programs.megatron)
+    results = measure_ranks(todo, config.programs.megatron)
     for ranks, result in zip(groups.values(), results, strict=True):
         ranks_text = _stages(ranks)
         if "error" in result:
             raise ScheduleError(f"{ranks_text} could not be measured: {result['error']}")
-        print(f"{ranks_text} on {result['device']}: {measured.format_passes(result)}", flush=True)
-        measured_reports += [counted.with_measured(rank_report, result) for rank_report in ranks]
+        print(f"{ranks_text} on {result['device']}: {format_passes(result)}", flush=True)
+        measured_reports += [with_measured(rank_report, result) for rank_report in ranks]
     return sorted(measured_reports, key=lambda rank_report: rank_report.stage)
 
 

@@ -125,7 +125,7 @@ class RankReport:
     work: Work  # of the traced microbatches
     seconds: float  # duration of the dry run
     host_bytes: int  # peak of its process
-    measured: str | None = None  # where `kinds` were measured, see `counted.with_measured`
+    measured: str | None = None  # where `kinds` were measured, see `costs_from_reports`
     memory_measured: bool | None = None  # whether their memory was, too
     ignored_flags: Sequence[str] = field(default_factory=list)  # unknown to Megatron's parser
 

@@ -1,6 +1,6 @@
 """Flags of this package that lower the peak memory of a training command.
 
-Candidates are ranked by peaks from one counted layer (`rehearsal.counting`), as in `advise`, which
+Candidates are ranked by peaks from one counted layer (`configuration_costs`), as in `advise`, which
 are within about 1% of an estimate of all layers. A dry run of all layers confirms the first ones.
 """
 
@@ -22,7 +22,8 @@ from megatron_vshape.core.planner.vocabulary import (
     shared_pieces,
     with_vocabulary_passes,
 )
-from megatron_vshape.rehearsal import counting, report
+from megatron_vshape.rehearsal import report
+from megatron_vshape.rehearsal.configuration_costs import counted, reports_of_commands
 from megatron_vshape.rehearsal.flags import SCHEDULE, Command, Sizes
 from megatron_vshape.rehearsal.rank_report import RankReport
 from megatron_vshape.rehearsal.ranks import PER_RANK, DryRunConfig, rehearse_all
@@ -88,10 +89,10 @@ def remedy_lines(
     """
     if sizes.pipeline < 2 or not command.layers:
         return []
-    (ranks,) = counting.reports_of_commands(config, [command], lambda *_: None)
+    (ranks,) = reports_of_commands(config, [command], lambda *_: None)
     if isinstance(ranks, str):  # this model cannot be counted by layers
         return []
-    pieces = counting.counted(ranks, command, config.gpu, sizes.world, sizes.pipeline).pieces
+    pieces = counted(ranks, command, config.gpu, sizes.world, sizes.pipeline).pieces
     can_share = not command.mtp_layers and 2 * sizes.pipeline <= command.layers
     candidates = remedies(pieces, command.layers, sizes.pipeline, mine[0].microbatches, can_share)
     peak = max(report.peak_bytes for report in mine)

@@ -21,7 +21,12 @@ from megatron_vshape.core.model.placement import Placement, default_placements, 
 from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
 from megatron_vshape.core.plan import plan_request, published_schedule
 from megatron_vshape.core.request import AUTO, PlanRequest, with_all_kinds
-from megatron_vshape.rehearsal.counting import CountedCosts, Ranks, counted, reports_of_commands
+from megatron_vshape.rehearsal.configuration_costs import (
+    CountedCosts,
+    Ranks,
+    counted,
+    reports_of_commands,
+)
 from megatron_vshape.rehearsal.gpus import Fit
 from megatron_vshape.rehearsal.ranks import DryRunConfig
 from megatron_vshape.tuning.configurations import (

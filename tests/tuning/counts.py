@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.model.stage_costs import StageCosts
-from megatron_vshape.rehearsal.counting import CountedCosts
+from megatron_vshape.rehearsal.configuration_costs import CountedCosts
 from megatron_vshape.rehearsal.step_time import Rates
 from megatron_vshape.tuning import predictor
 from megatron_vshape.tuning.configurations import FULL, Configuration, Subject

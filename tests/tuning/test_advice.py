@@ -22,7 +22,7 @@ from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.request import BaselineSpec, PlanRequest, PlanResult
 from megatron_vshape.rehearsal import accuracy, report
-from megatron_vshape.rehearsal.counting import CountedCosts, Parameters
+from megatron_vshape.rehearsal.configuration_costs import CountedCosts, Parameters
 from megatron_vshape.rehearsal.flags import Command, flag_changes, read_command
 from megatron_vshape.rehearsal.gpus import GIB, GPUS, HEADROOM
 from megatron_vshape.rehearsal.megatron_layers import is_even

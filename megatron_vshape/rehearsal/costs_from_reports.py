@@ -113,7 +113,7 @@ def counted_costs(
 def with_measured(rank: RankReport, measured: Mapping[str, Any]) -> RankReport:
     """Replace the estimated pass times of a rank by measured ones; on a GPU also the memory.
 
-    `measured` is a result of `measured.measure_ranks`.
+    `measured` is a result of `measurement.measure_ranks`.
     """
     names = ["ms", *(("adds_bytes", "meanwhile_bytes") if measured["on_gpu"] else ())]
     measured_values = {

@@ -48,7 +48,7 @@ def measure_ranks(
 
 
 def _start(megatron: Path | None, steps: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", f"{__package__}.measured_rank", str(steps)]
+    command = [sys.executable, "-m", f"{__package__}.measurement_worker", str(steps)]
     command += [] if megatron is None else [str(megatron)]
     root = str(Path(__file__).parents[2])  # a checkout need not be installed
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]

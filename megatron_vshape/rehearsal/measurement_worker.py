@@ -1,10 +1,10 @@
 """Runs one rank of a training command on this machine's GPU or CPU and times its passes.
 
-`measured` starts it as `python -m megatron_vshape.rehearsal.measured_rank STEPS [MEGATRON]`. It
-imports everything, reads a job from stdin and prints the result as its last line. The other ranks
-of the job do not exist: collectives and P2P messages end as they begin, and received tensors are
-random. So times contain no communication. A pass lasts from the start of its first kernel to the
-end of its last one, Python's launch time included.
+`measurement` starts it as `python -m megatron_vshape.rehearsal.measurement_worker STEPS
+[MEGATRON]`. It imports everything, reads a job from stdin and prints the result as its last line.
+The other ranks of the job do not exist: collectives and P2P messages end as they begin, and
+received tensors are random. So times contain no communication. A pass lasts from the start of its
+first kernel to the end of its last one, Python's launch time included.
 """
 
 from __future__ import annotations

@@ -9,16 +9,10 @@ user's folder.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import importlib.util
-import json
-import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,13 +24,12 @@ from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.model.stage_costs import Share, StageCosts
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout import sizes as layer_sizes
-from megatron_vshape.rehearsal import sources
-from megatron_vshape.rehearsal.counted import always_bytes, both_backwards, counted_costs
+from megatron_vshape.rehearsal import report_cache
+from megatron_vshape.rehearsal.costs_from_reports import always_bytes, both_backwards, counted_costs
 from megatron_vshape.rehearsal.flags import (
     STAGE_BEFORE_DATA,
     Command,
     Sizes,
-    environment_of,
     sizes_of,
 )
 from megatron_vshape.rehearsal.gpus import Gpu
@@ -48,13 +41,6 @@ from megatron_vshape.rehearsal.step_time import (
     exposed_s,
     optimizer_s,
     rates_of,
-)
-
-_PACKAGE_FILES = "core/**/*.py", "mcore/**/*.py", "rehearsal/*.py", "runtime/*.py"
-_MEGATRON_FILES = (
-    "megatron/core/**/*.py",
-    "megatron/training/**/*.py",
-    "transformer_engine/pytorch/**/*.py",
 )
 
 Ranks = Sequence[RankReport]
@@ -79,17 +65,17 @@ def reports_of_commands(
     Raises:
         ScheduleError: Nothing can be estimated here.
     """
-    stamp, keys = _hash_of_programs(config), []
+    stamp, keys = report_cache.hash_of_programs(config), []
     results: dict[str, Ranks | str] = {}
     uncached: dict[str, Command] = {}
     for command in commands:
         try:
-            key = _cache_key(command, config, stamp)
+            key = report_cache.key_of(*smallest_command(command), config, stamp)
         except ScheduleError as error:
             key = str(error)
             results[key] = key
         keys.append(key)
-        cached = _read_cache(key) if key not in results else None
+        cached = report_cache.read(key) if key not in results else None
         if cached is not None:
             results[key] = cached
         elif key not in results:
@@ -119,7 +105,7 @@ def _run_dry_runs(
                 ranks[result.name].append(result.without_timeline())
     for key in commands.keys() - results.keys():
         results[key] = reports = sorted(ranks[key], key=lambda report: report.stage)
-        _write_cache(key, reports)
+        report_cache.write(key, reports)
     return results
 
 
@@ -371,56 +357,3 @@ def _forward_flops(rank: RankReport, chunk: int) -> float:
         for (_, rows, inner, columns, gemms), number in work.products.items()
     )
     return float(products + sum(work.attention_flops.values()))
-
-
-def _cache_key(command: Command, config: DryRunConfig, stamp: str) -> str:
-    """Return the cache key, a hash of everything that affects the result."""
-    few, sizes = smallest_command(command)
-    key_parts = (
-        stamp,
-        config.flags(few),
-        sizes.world,
-        config.gpu.capability,
-        config.gpu.multiprocessors,
-        config.imbalance,
-        config.lora and asdict(config.lora),
-        environment_of(command),
-        str(config.script),
-    )
-    return hashlib.sha256(json.dumps(key_parts, sort_keys=True).encode()).hexdigest()
-
-
-def _hash_of_programs(config: DryRunConfig) -> str:
-    """Return a hash of the programs: this package, Megatron and Transformer Engine."""
-    folders = [Path(__file__).parents[1], config.programs.megatron, config.programs.te]
-    if config.programs.megatron is None:
-        spec = importlib.util.find_spec("megatron.core")
-        folders.append(Path(spec.origin).parents[2] if spec and spec.origin else None)
-    digest = hashlib.sha256(sys.version.encode())
-    for folder, patterns in zip(folders, (_PACKAGE_FILES, *[_MEGATRON_FILES] * 3), strict=False):
-        for pattern in patterns if folder is not None else ():
-            for path in sorted(folder.glob(pattern)) if folder is not None else ():
-                stat = path.stat()
-                digest.update(f"{path} {stat.st_size} {stat.st_mtime_ns}".encode())
-    return digest.hexdigest()
-
-
-def _cache_folder() -> Path:
-    return sources.cache() / "counted"
-
-
-def _read_cache(key: str) -> Ranks | None:
-    try:
-        plain = json.loads((_cache_folder() / f"{key}.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return [RankReport.from_json(report) for report in plain]
-
-
-def _write_cache(key: str, ranks: Ranks) -> None:
-    """Write a result atomically; errors are ignored because the cache is optional."""
-    with contextlib.suppress(OSError):
-        _cache_folder().mkdir(parents=True, exist_ok=True)
-        draft = _cache_folder() / f"{key}.{os.getpid()}"
-        draft.write_text(json.dumps([report.to_json() for report in ranks]))
-        draft.replace(_cache_folder() / f"{key}.json")
