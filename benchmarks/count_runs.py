@@ -65,7 +65,7 @@ def main() -> None:
         counts.setdefault(name, {})[stages] = (
             {"error": report.error} if failed else summary_of(report)
         )
-        print(report.name, report.error if failed else f"{report.seconds} s", flush=True)
+        print(report.name, report.error if failed else f"{report.provenance.seconds} s", flush=True)
         lines = [f"{json.dumps(key)}: {json.dumps(count)}" for key, count in sorted(counts.items())]
         COUNTED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
@@ -135,12 +135,12 @@ def job_of(row: Row, stage: int, layers: int, megatron: Path) -> RankJob:
 
 def summary_of(report: RankReport) -> Row:
     """Return the work of the last microbatch, and work that occurs once per step."""
-    rank_work = report.work.plain()
+    rank_work = report.step.work.plain()
     sums = {"bytes_moved": 0.0, "kernels": 0, "captured": 0, "captured_gemms": 0}
     attention: dict[str, float] = {}
     exchanges = [exchange for exchange in rank_work["exchanges"] if is_once(exchange["group"])]
     products: list[list[Any]] = []
-    for kind in report.kinds:
+    for kind in report.step.kinds:
         work = kind.work.plain()
         for name in ("bytes_moved", "kernels", "captured", "captured_gemms"):
             sums[name] += work[name]

@@ -198,11 +198,11 @@ def record(row: dict[str, Any], outcome: RankReport | str) -> dict[str, str]:
     }
     if isinstance(outcome, RankReport):
         values |= {
-            "rehearsed_peak": outcome.peak_bytes,
-            "rehearsed_held": outcome.held_bytes,
-            "counted_s": round(outcome.time["step_s"], 4),
-            "process_s": outcome.seconds,
-            "host_mib": outcome.host_bytes >> 20,
+            "rehearsed_peak": outcome.memory.peak_bytes,
+            "rehearsed_held": outcome.memory.held_bytes,
+            "counted_s": round(outcome.step.time["step_s"], 4),
+            "process_s": outcome.provenance.seconds,
+            "host_mib": outcome.provenance.host_bytes >> 20,
         }
     return {name: str(values.get(name, "")) for name in COLUMNS}
 

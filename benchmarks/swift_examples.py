@@ -160,7 +160,7 @@ def main(names: Sequence[str]) -> None:
 def _cells(example: Example, reports: list[RankReport]) -> Iterator[str]:
     command, gpu = example.command(), GPUS[example.gpu]
     reports.sort(key=lambda report: report.stage)
-    gib = max(report.reserved_bytes for report in reports) / 2**30
+    gib = max(report.memory.reserved_bytes for report in reports) / 2**30
     stride = sizes_of(command, example.gpus).stage_stride
     seconds = estimate_step(reports, command, gpu, stride).seconds
     yield f"{example.name:23s} {example.gpus}x{gpu.name}"

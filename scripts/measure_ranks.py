@@ -188,7 +188,7 @@ def rehearse(args: argparse.Namespace) -> int:
         measurement["rehearsed"]["kinds"] = [
             {name: getattr(kind, name) for name in ("kind", "chunk", "adds_bytes")}
             | {"ms": 1e3 * (kind.seconds - kind.waited_seconds)}
-            for kind in report.kinds
+            for kind in report.step.kinds
         ]
     measurements["about"]["rehearsed with torch"] = importlib.metadata.version("torch")
     write(args.file, measurements)

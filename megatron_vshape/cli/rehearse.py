@@ -171,15 +171,15 @@ def _routing_lines(
     if config.imbalance != 1:
         tokens = f"{config.imbalance:g} times the mean number of tokens (--imbalance)"
         return [f"Routing: the experts of each rank get {tokens}."]
-    largest = max(reports, key=lambda rank_report: rank_report.peak_bytes)
+    largest = max(reports, key=lambda rank_report: rank_report.memory.peak_bytes)
     uneven = replace(config, imbalance=1.1)
     (result,) = rehearse_all(config.programs, [uneven.job(command, sizes, largest.stage, "")])
     if isinstance(result, FailedRank):
         return ["Balanced routing: the experts of all ranks get equally many tokens."]
     return [
         f"Balanced routing. With --imbalance 1.1 (10% more tokens for the experts of rank "
-        f"{largest.stage}), its peak is {report.gib(result.peak_bytes)} GiB instead of "
-        f"{report.gib(largest.peak_bytes)} GiB."
+        f"{largest.stage}), its peak is {report.gib(result.memory.peak_bytes)} GiB instead of "
+        f"{report.gib(largest.memory.peak_bytes)} GiB."
     ]
 
 
@@ -303,7 +303,7 @@ def _heading(command: Command, first: RankReport, gpu: Gpu, sizes: Sizes) -> str
     return (
         f"{_schedule_name(command)}, TP {shape.tp} x "
         f"PP {shape.pp} x CP {sizes.context} x DP {shape.dp}: {sizes.world} "
-        f"{gpu.name.upper()} with {report.gib(gpu.memory_bytes)} GiB, {first.microbatches} "
+        f"{gpu.name.upper()} with {report.gib(gpu.memory_bytes)} GiB, {first.step.microbatches} "
         "microbatches"
     )
 
@@ -317,17 +317,18 @@ def _print(
     print("\n".join(report.table(reports, gpu)))
     for rank_report in reports:
         print(report.wrap_text(report.format_peak(rank_report)))
-        if rank_report.graph_bytes is not None:
-            print(report.wrap_text(report.format_graphs(rank_report, rank_report.graph_bytes)))
+        graphs = rank_report.memory.graph_bytes
+        if graphs is not None:
+            print(report.wrap_text(report.format_graphs(rank_report, graphs)))
     for name, baseline in baselines.items():
-        peaks = ", ".join(report.gib(rank_report.peak_bytes) for rank_report in baseline)
+        peaks = ", ".join(report.gib(rank_report.memory.peak_bytes) for rank_report in baseline)
         stages = "" if len(baseline) == len(reports) else " on " + _stages(baseline)
         print(f"{name}: peak {peaks} GiB{stages}")
-    first = reports[0]
+    programs = reports[0].provenance
     print(
         report.wrap_text(
-            f"step time {step.seconds:.2f} s: {step.how}. Megatron {first.megatron}, Transformer "
-            f"Engine {first.transformer_engine or 'none'}; rates of {RELEASES}"
+            f"step time {step.seconds:.2f} s: {step.how}. Megatron {programs.megatron}, "
+            f"Transformer Engine {programs.transformer_engine or 'none'}; rates of {RELEASES}"
         )
     )
 
@@ -346,7 +347,8 @@ def _write(
     texts: Mapping[str, Any],
 ) -> None:
     fused = command.value("--attention-backend") not in ("unfused", "local")
-    versions = {name: getattr(reports[0], name) for name in ("megatron", "transformer_engine")}
+    programs = reports[0].provenance
+    versions = {"megatron": programs.megatron, "transformer_engine": programs.transformer_engine}
     content = {
         "ranks": [
             {**_rank(rank_report), "spare_bytes": report.spare_bytes(rank_report, gpu)}
@@ -369,7 +371,7 @@ def _write(
         from megatron_vshape.view.figure import save
         from megatron_vshape.view.rank_memory import memory_figure
 
-        curves = {f"rank {rank_report.stage}": rank_report.curve for rank_report in reports}
+        curves = {f"rank {rank_report.stage}": rank_report.memory.curve for rank_report in reports}
         figure = memory_figure(curves, gpu.memory_bytes)
         outputs.append(Output("--save", options.save, partial(save, figure)))
     write_all(outputs)
@@ -418,7 +420,7 @@ def _measured(
     """
     groups: dict[str, list[RankReport]] = {}
     for rank_report in reports:
-        work = json.dumps([[kind.kind, kind.work.plain()] for kind in rank_report.kinds])
+        work = json.dumps([[kind.kind, kind.work.plain()] for kind in rank_report.step.kinds])
         groups.setdefault(work, []).append(rank_report)
     job_of = {job.stage: job for job in jobs}
     todo = [job_of[ranks[0].stage] for ranks in groups.values()]

@@ -265,15 +265,15 @@ def _with_equal_layers(ranks: Ranks, gpu: Gpu, sizes: Sizes, rates: Rates | None
     ratio = sizes.world // sizes.pipeline * PIPELINE / ranks[0].sizes.world
     first, second, *dense = (_with_replicas(report, ratio) for report in ranks)
     costs = counted_costs((first, second), gpu, PIPELINE, sizes.stage_stride, rates)
-    step = second.work.spread(ratio, second.shards_optimizer)
-    state = sum(second.held_parts[part] for part in ("weights", "gradients", "optimizer"))
+    step = second.step.work.spread(ratio, second.model.shards_optimizer)
+    state = sum(second.memory.held_parts[part] for part in ("weights", "gradients", "optimizer"))
     of_layer = _forward_flops(second, 0)
     ends = _forward_flops(first, 0) + _forward_flops(first, 1) - 2 * of_layer
     pieces = Pieces.of(replace(costs, layers=None), (1,) * costs.num_stages)
     once = optimizer_s(step, gpu, gpu_rates) / state, data_parallel_s(step, gpu, gpu_rates) / state
-    of_stages = second.chunk_parameters
+    of_stages = second.model.chunk_parameters
     layer = sum(of_stages) / len(of_stages)
-    parameters = Parameters(layer, *(count - layer for count in first.chunk_parameters))
+    parameters = Parameters(layer, *(count - layer for count in first.model.chunk_parameters))
     return CountedCosts(
         pieces,
         *once,
@@ -283,7 +283,7 @@ def _with_equal_layers(ranks: Ranks, gpu: Gpu, sizes: Sizes, rates: Rates | None
         parameters,
         state / sum(of_stages),
         communicators=max(report.communicators for report in ranks),
-        message_bytes=float(second.message_bytes),
+        message_bytes=float(second.model.message_bytes),
         dense=_dense_layer(first, dense[0], costs, gpu, rates) if dense else None,
     )
 
@@ -342,16 +342,18 @@ def _with_dense(pieces: Pieces, dense: StageCosts, option: layer_sizes.Options) 
 
 def _with_replicas(rank: RankReport, ratio: float) -> RankReport:
     """Return a rank's report if `ratio` times the replicas shard the optimizer."""
-    parts = dict(rank.held_parts)
+    parts = dict(rank.memory.held_parts)
     optimizer_bytes = parts["optimizer"]
-    if rank.shards_optimizer:
+    if rank.model.shards_optimizer:
         parts["optimizer"] = optimizer_bytes / ratio
-    held_bytes = rank.held_bytes - optimizer_bytes + parts["optimizer"]
-    return replace(rank, held_parts=parts, held_bytes=held_bytes)
+    held_bytes = rank.memory.held_bytes - optimizer_bytes + parts["optimizer"]
+    memory = replace(rank.memory, held_parts=parts, held_bytes=held_bytes)
+    return replace(rank, memory=memory)
 
 
 def _forward_flops(rank: RankReport, chunk: int) -> float:
-    (work,) = (report.work for report in rank.kinds if report.kind == "F" and report.chunk == chunk)
+    forwards = (report for report in rank.step.kinds if report.kind == "F")
+    (work,) = (report.work for report in forwards if report.chunk == chunk)
     products = sum(
         2.0 * rows * inner * columns * gemms * number
         for (_, rows, inner, columns, gemms), number in work.products.items()

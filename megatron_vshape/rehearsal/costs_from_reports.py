@@ -68,7 +68,7 @@ def counted_costs(
     # One value for all devices: the memory that every rank has, and the largest need of graphs.
     common_bytes, first = min(map(always_bytes, reports)), reports[0]
     # Every stage but the first receives its input, and every one but the last a gradient.
-    message = float(first.message_bytes)
+    message = float(first.model.message_bytes)
     received = (0.0,) + (message,) * (len(stages) - 1)
     activation_bytes = tuple(map(_bytes_after_forward, passes[Kind.F], passes[Kind.BW], received))
     min_bytes = max(activation_bytes) * 1e-6
@@ -81,7 +81,7 @@ def counted_costs(
             for rank, chunk in stages
         ),
     }
-    dummies = tuple(float(reports[rank].chunk_dummy_bytes[chunk]) for rank, chunk in stages)
+    dummies = tuple(float(reports[rank].model.chunk_dummy_bytes[chunk]) for rank, chunk in stages)
     if any(dummies):
         amounts["dummy_bytes"] = dummies
     amounts |= _times_by_name(passes)
@@ -99,8 +99,8 @@ def counted_costs(
         )
     costs = Costs.of(
         **amounts,
-        send_us=send_us(float(first.message_bytes), gpu, gpu_distance, rates),
-        layers=tuple(reports[rank].chunk_layers[chunk] for rank, chunk in stages),
+        send_us=send_us(float(first.model.message_bytes), gpu, gpu_distance, rates),
+        layers=tuple(reports[rank].model.chunk_layers[chunk] for rank, chunk in stages),
         device_bytes=common_bytes + max(map(_unshared_graph_bytes, reports)),
     )
     text = f"{COUNTED} by a rehearsal, priced by kernel efficiencies on {gpu.name.upper()}"
@@ -122,17 +122,21 @@ def with_measured(rank: RankReport, measured: Mapping[str, Any]) -> RankReport:
     }
     kinds = [
         replace(report, **measured_values.get((report.kind, report.chunk), {}))
-        for report in rank.kinds
+        for report in rank.step.kinds
     ]
     where = f"{measured['device']}, one rank at a time, without communication"
-    return replace(rank, kinds=kinds, measured=where, memory_measured=measured["on_gpu"])
+    return replace(
+        rank,
+        step=replace(rank.step, kinds=kinds),
+        provenance=replace(rank.provenance, measured=where, memory_measured=measured["on_gpu"]),
+    )
 
 
 def _with_measured_source(costs: Costs, ranks: Sequence[RankReport]) -> Costs:
-    if ranks[0].measured is None:
+    if ranks[0].provenance.measured is None:
         return costs
-    memory = (*HELD, *WORKSPACES) if ranks[0].memory_measured else ()
-    source = f"{MEASURED} on {ranks[0].measured}"
+    memory = (*HELD, *WORKSPACES) if ranks[0].provenance.memory_measured else ()
+    source = f"{MEASURED} on {ranks[0].provenance.measured}"
     return costs.with_source(source, *TIMES, Kind.BW.time, *memory)
 
 
@@ -186,7 +190,7 @@ def _pass_report(
     With full recompute, a backward is not split: BW counts as B, and W is empty. If only B and W
     ran, BW is their sum.
     """
-    ran = {report.kind: report for report in rank.kinds if report.chunk == chunk}
+    ran = {report.kind: report for report in rank.step.kinds if report.chunk == chunk}
     if kind in (Kind.B, Kind.W) and kind not in ran and Kind.BW in ran:
         if kind is Kind.W:
             return PassReport(kind, chunk, 0, 0.0, 0.0, 0.0, 0.0, Work())
@@ -201,7 +205,7 @@ def _pass_report(
             "schedule with split and full backwards"
         )
     result = ran[kind]
-    parts = step_time(result.work, gpu, rank.scale, rates)
+    parts = step_time(result.work, gpu, rank.step.scale, rates)
     # The last pass of a step may have started collectives that occur once per step.
     seconds, waited_seconds = parts["step_s"] - parts["data parallel"], parts["exchanges"]
     if result.ms is not None:  # measured: communication ended at once
@@ -247,9 +251,10 @@ def _bytes_after_forward(forward: PassReport, backward: PassReport, received: fl
 
 def _state_bytes(rank: RankReport, chunk: int) -> float:
     """Return the bytes of a stage between steps: its part of the parameters' and its layers'."""
-    parameters = rank.chunk_parameters
+    model, parameters = rank.model, rank.model.chunk_parameters
     part = float(parameters[chunk] / sum(parameters))
-    retained, inputs = part * rank.replaced_bytes, rank.chunk_layers[chunk] * rank.message_bytes
+    retained = part * rank.memory.replaced_bytes
+    inputs = model.chunk_layers[chunk] * model.message_bytes
     # With full recomputation, experts keep the input of their layer and its gradient until the next
     # forward. At the peak of the last layer's backward, the others have freed their checkpoints.
     return part * _model_state_bytes(rank) + (retained - inputs if retained > inputs else retained)
@@ -257,7 +262,7 @@ def _state_bytes(rank: RankReport, chunk: int) -> float:
 
 def always_bytes(rank: RankReport) -> float:
     """Return the bytes that a rank has at all times, whatever its layers are."""
-    return float(rank.held_bytes) - _model_state_bytes(rank) - rank.replaced_bytes
+    return float(rank.memory.held_bytes) - _model_state_bytes(rank) - rank.memory.replaced_bytes
 
 
 def _unshared_graph_bytes(rank: RankReport) -> float:
@@ -265,9 +270,10 @@ def _unshared_graph_bytes(rank: RankReport) -> float:
 
     The pool and other memory peak at different times and cannot share blocks.
     """
-    apart = rank.graph_bytes
-    return float(max(0, apart.pool + apart.other - rank.peak_bytes)) if apart else 0.0
+    apart = rank.memory.graph_bytes
+    return float(max(0, apart.pool + apart.other - rank.memory.peak_bytes)) if apart else 0.0
 
 
 def _model_state_bytes(rank: RankReport) -> float:
-    return float(sum(rank.held_parts[part] for part in ("weights", "gradients", "optimizer")))
+    parts = rank.memory.held_parts
+    return float(sum(parts[name] for name in ("weights", "gradients", "optimizer")))

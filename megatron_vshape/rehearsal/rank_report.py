@@ -5,11 +5,13 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_vshape.rehearsal.phases import Phase
 from megatron_vshape.rehearsal.step_time import Scale
 from megatron_vshape.rehearsal.work import Work
+
+Part = TypeVar("Part", "MemoryReport", "ModelReport", "StepReport", "Provenance")
 
 Bytes = Mapping[str, float]
 """Bytes by purpose, a name of `PARTS`."""
@@ -89,78 +91,130 @@ class PassReport:
 
 
 @dataclass(frozen=True, slots=True)
-class RankReport:
-    """Memory, passes and work of one rank in its second training step."""
+class MemoryReport:
+    """Memory of a rank in its second training step, in bytes."""
 
-    name: str  # of the job
-    rank: int  # in the world
-    stage: int  # pipeline rank
     peak_bytes: int
+    first_peak_bytes: int  # of the first step
     graph_bytes: GraphBytes | None
-    communicators: int  # of NCCL, with more than one rank
     reserved_bytes: int  # of torch's allocator, CUDA graphs included
     held_bytes: float  # between steps
     held_parts: Bytes
     replaced_bytes: int  # of these, allocated again in the next step
+    held_between_passes_bytes: int
     parts: Bytes  # at the peak
     when: PeakMoment
     holders: Sequence[Holder]  # the largest at the peak
-    time: Mapping[str, float]  # seconds of a step, by category
-    microbatches: int  # of the batch
-    traced_microbatches: int
+    curve: Sequence[tuple[float, int, Mapping[str, float]]]  # (s, bytes, bytes by owner)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """The model of a rank."""
+
     parameters: int
     chunk_parameters: Sequence[int]
     chunk_layers: Sequence[int]
     chunk_dummy_bytes: Sequence[int]  # dummy gradients of Transformer Engine
     message_bytes: int  # of a P2P message
     shards_optimizer: bool
-    scale: Scale  # only how kernels are launched; its counts are 1
-    sizes: ParallelSizes
-    first_peak_bytes: int  # of the first step
-    curve: Sequence[tuple[float, int, Mapping[str, float]]]  # (s, bytes, bytes by owner)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Passes, work and time of a step."""
+
+    microbatches: int  # of the batch
+    traced_microbatches: int
     kinds: Sequence[PassReport]
-    held_between_passes_bytes: int
+    work: Work  # of the traced microbatches
+    time: Mapping[str, float]  # seconds of a step, by category
+    scale: Scale  # only how kernels are launched; its counts are 1
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Programs and measurements behind a report."""
+
     megatron: str  # version
     transformer_engine: str  # version
-    work: Work  # of the traced microbatches
     seconds: float  # duration of the dry run
     host_bytes: int  # peak of its process
-    measured: str | None = None  # where `kinds` were measured, see `costs_from_reports`
+    measured: str | None = None  # where the passes were measured, see `costs_from_reports`
     memory_measured: bool | None = None  # whether their memory was, too
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """Memory, passes and work of one rank in its second training step."""
+
+    name: str  # of the job
+    rank: int  # in the world
+    stage: int  # pipeline rank
+    sizes: ParallelSizes
+    communicators: int  # of NCCL, with more than one rank
+    memory: MemoryReport
+    model: ModelReport
+    step: StepReport
+    provenance: Provenance
     ignored_flags: Sequence[str] = field(default_factory=list)  # unknown to Megatron's parser
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to plain values."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values["work"] = self.work.plain()
-        values["kinds"] = [report.to_json() for report in self.kinds]
-        values["holders"] = [asdict(holder) for holder in self.holders]
-        values["sizes"] = asdict(self.sizes)
-        values["graph_bytes"] = None if self.graph_bytes is None else asdict(self.graph_bytes)
-        values["scale"] = {name: getattr(self.scale, name) for name in _LAUNCHES}
-        values["when"] = {"pass": str(self.when.phase), "place": self.when.place}
+        """Convert to plain values: the fields of all parts in one object."""
+        memory, step = self.memory, self.step
+        values = {name: getattr(self, name) for name in _NAMES}
+        for part in (memory, self.model, step, self.provenance):
+            values |= {field.name: getattr(part, field.name) for field in fields(part)}
+        values |= {
+            "sizes": asdict(self.sizes),
+            "graph_bytes": None if memory.graph_bytes is None else asdict(memory.graph_bytes),
+            "when": {"pass": str(memory.when.phase), "place": memory.when.place},
+            "holders": [asdict(holder) for holder in memory.holders],
+            "kinds": [report.to_json() for report in step.kinds],
+            "work": step.work.plain(),
+            "scale": {name: getattr(step.scale, name) for name in _LAUNCHES},
+        }
         return _without_missing(values, "measured", "memory_measured")
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> RankReport:
         """Read the result of `to_json`."""
-        values = dict(plain)
-        when, graphs = values["when"], values["graph_bytes"]
-        values |= {
-            "when": PeakMoment(Phase.parse(when["pass"]), when["place"]),
+        when, graphs = plain["when"], plain["graph_bytes"]
+        values = {
+            **plain,
+            "sizes": ParallelSizes(**plain["sizes"]),
             "graph_bytes": None if graphs is None else GraphBytes(**graphs),
-            "holders": [Holder(**holder) for holder in values["holders"]],
-            "kinds": [PassReport.from_json(report) for report in values["kinds"]],
-            "scale": Scale(1, 1, 1, 1, **values["scale"]),
-            "sizes": ParallelSizes(**values["sizes"]),
-            "curve": [tuple(point) for point in values["curve"]],
-            "work": Work.of(values["work"]),
+            "when": PeakMoment(Phase.parse(when["pass"]), when["place"]),
+            "holders": [Holder(**holder) for holder in plain["holders"]],
+            "curve": [tuple(point) for point in plain["curve"]],
+            "kinds": [PassReport.from_json(report) for report in plain["kinds"]],
+            "work": Work.of(plain["work"]),
+            "scale": Scale(1, 1, 1, 1, **plain["scale"]),
         }
-        return cls(**values)
+        return cls.of(values)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> RankReport:
+        """Return the report with these values of the fields of all parts."""
+
+        def part(kind: type[Part]) -> Part:
+            names = [field.name for field in fields(kind) if field.name in values]
+            return kind(**{name: values[name] for name in names})
+
+        return cls(
+            **{name: values[name] for name in _NAMES if name in values},
+            memory=part(MemoryReport),
+            model=part(ModelReport),
+            step=part(StepReport),
+            provenance=part(Provenance),
+        )
 
     def without_timeline(self) -> RankReport:
         """Return the report for a cache: without its longest lists."""
-        return replace(self, curve=[], holders=[])
+        return replace(self, memory=replace(self.memory, curve=[], holders=[]))
+
+
+_NAMES = ("name", "rank", "stage", "sizes", "communicators", "ignored_flags")
 
 
 @dataclass(frozen=True, slots=True)

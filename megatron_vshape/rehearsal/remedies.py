@@ -94,17 +94,18 @@ def remedy_lines(
         return []
     pieces = counted(ranks, command, config.gpu, sizes.world, sizes.pipeline).pieces
     can_share = not command.mtp_layers and 2 * sizes.pipeline <= command.layers
-    candidates = remedies(pieces, command.layers, sizes.pipeline, mine[0].microbatches, can_share)
-    peak = max(report.peak_bytes for report in mine)
+    microbatches = mine[0].step.microbatches
+    candidates = remedies(pieces, command.layers, sizes.pipeline, microbatches, can_share)
+    peak = max(report.memory.peak_bytes for report in mine)
     communicators = max(report.communicators for report in mine)
     limit = config.gpu.allocatable_bytes(communicators, headroom_bytes)
     lines = []
     for remedy in useful_remedies(candidates, peak, limit)[:_MAX_TRIED]:
         job = config.job(command.of_megatron().having(**remedy.flags), sizes, remedy.largest, "")
         (result,) = rehearse_all(config.programs, [job])
-        if isinstance(result, RankReport) and result.peak_bytes < peak:
-            fit = config.gpu.fit_of(result.peak_bytes, result.communicators, headroom_bytes)
-            text = report.remedy_line(result.peak_bytes, peak, fit)
+        if isinstance(result, RankReport) and result.memory.peak_bytes < peak:
+            fit = config.gpu.fit_of(result.memory.peak_bytes, result.communicators, headroom_bytes)
+            text = report.remedy_line(result.memory.peak_bytes, peak, fit)
             lines.append(f"Less memory with {remedy.text}: {text}.")
             break
     if not lines and peak > limit:

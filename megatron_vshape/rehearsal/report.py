@@ -41,9 +41,9 @@ def table(reports: Sequence[RankReport], gpu: Gpu) -> list[str]:
     names = ["other" if name == "rest" else name for name in PARTS]
     rows = [["rank", *names, "peak", "reserved", "model states", "spare"]]
     for report in reports:
-        parts = [gib(report.parts[name]) for name in PARTS]
-        spare = spare_bytes(report, gpu)
-        sizes = report.peak_bytes, report.reserved_bytes, report.held_bytes, spare
+        memory, spare = report.memory, spare_bytes(report, gpu)
+        parts = [gib(memory.parts[name]) for name in PARTS]
+        sizes = memory.peak_bytes, memory.reserved_bytes, memory.held_bytes, spare
         rows.append([str(report.stage), *parts, *map(gib, sizes)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -55,16 +55,16 @@ def table(reports: Sequence[RankReport], gpu: Gpu) -> list[str]:
 def format_peak(report: RankReport) -> str:
     """Format the pass in which a rank reaches its peak, and the largest allocations then."""
     sums: dict[str, float] = {}
-    for holder in report.holders:
-        name = _holder(holder, report.when.phase)
+    for holder in report.memory.holders:
+        name = _holder(holder, report.memory.when.phase)
         sums[name] = sums.get(name, 0.0) + holder.bytes
     largest_holders = sorted(sums.items(), key=lambda item: -item[1])[:_NAMED]
     largest = ", ".join(
         f"{name} {gib(size)} GiB" for name, size in largest_holders if size >= GIB / 20
     )
-    place = _place_in_words(report.when.place)
+    place = _place_in_words(report.memory.when.place)
     where = f" in {place}" if place else ""
-    text = f"rank {report.stage}: peak in {describe_phase(report.when.phase)}{where}"
+    text = f"rank {report.stage}: peak in {describe_phase(report.memory.when.phase)}{where}"
     return text + (f"; {largest}" if largest else "")
 
 
@@ -79,8 +79,8 @@ def format_graphs(report: RankReport, graphs: GraphBytes) -> str:
 
 def needed_bytes(report: RankReport) -> int:
     """Compute the bytes that a rank needs: its peak, or the sum of peaks with CUDA graphs."""
-    graphs = report.graph_bytes
-    return report.peak_bytes if graphs is None else max(report.peak_bytes, graphs.total)
+    peak, graphs = report.memory.peak_bytes, report.memory.graph_bytes
+    return peak if graphs is None else max(peak, graphs.total)
 
 
 def _unused_bytes(report: RankReport, gpu: Gpu, headroom_bytes: float) -> float:
@@ -90,7 +90,7 @@ def _unused_bytes(report: RankReport, gpu: Gpu, headroom_bytes: float) -> float:
 
 def spare_bytes(report: RankReport, gpu: Gpu) -> float:
     """Estimate the memory that neither the allocator reserves nor CUDA and NCCL need."""
-    return gpu.allocatable_bytes(report.communicators, 0.0) - report.reserved_bytes
+    return gpu.allocatable_bytes(report.communicators, 0.0) - report.memory.reserved_bytes
 
 
 def describe_phase(phase: Phase) -> str:
@@ -138,7 +138,7 @@ def format_verdict(reports: Sequence[RankReport], gpu: Gpu, headroom_bytes: floa
     fit = gpu.fit_of(peak, largest.communicators, headroom_bytes)
     if fit is Fit.TOO_LARGE:
         limit = gpu.allocatable_bytes(largest.communicators, 0.0)
-        step = "" if largest.first_peak_bytes > limit else " (from the second step on)"
+        step = "" if largest.memory.first_peak_bytes > limit else " (from the second step on)"
         large_ranks = [
             str(report.stage) for report in reports if _unused_bytes(report, gpu, 0.0) < 0
         ]
@@ -155,7 +155,7 @@ def format_verdict(reports: Sequence[RankReport], gpu: Gpu, headroom_bytes: floa
     largest = min(reports, key=lambda report: spare_bytes(report, gpu))
     spare, outside = spare_bytes(largest, gpu), gpu.outside_bytes(largest.communicators)
     text = (
-        f"Fits: rank {largest.stage} reserves about {gib(largest.reserved_bytes)} GiB (peak "
+        f"Fits: rank {largest.stage} reserves about {gib(largest.memory.reserved_bytes)} GiB (peak "
         f"{gib(needed_bytes(largest))}) of {of_gpu}"
     )
     outside_text = f"after about {gib(outside)} for CUDA and NCCL"

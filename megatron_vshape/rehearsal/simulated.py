@@ -42,15 +42,15 @@ def estimate_step(
         gpu: GPU and links.
         gpu_distance: Distance between neighboring pipeline ranks in GPUs.
     """
-    sizes, microbatches = reports[0].sizes, reports[0].microbatches
-    slowest = max(report.time["step_s"] for report in reports)
+    sizes, microbatches = reports[0].sizes, reports[0].step.microbatches
+    slowest = max(report.step.time["step_s"] for report in reports)
     missing = sizes.pp - len(reports)
     like = f"; {missing} of {sizes.pp} ranks assumed like their neighbors" if missing else ""
     if sizes.pp == 1:
         return StepTime(slowest, f"{microbatches} microbatches")
     name = command.value(SCHEDULE) or megatrons_name(sizes.vp)
     try:
-        if reports[0].scale.experts_hidden and not command.has(SCHEDULE):
+        if reports[0].step.scale.experts_hidden and not command.has(SCHEDULE):
             raise ScheduleError("parts of overlapped passes alternate")
         seconds = _simulated(reports, name, gpu, gpu_distance)
     except ScheduleError as error:
@@ -60,11 +60,11 @@ def estimate_step(
 
 
 def _simulated(reports: Sequence[Rank], name: str, gpu: Gpu, gpu_distance: int) -> float:
-    sizes, microbatches = reports[0].sizes, reports[0].microbatches
+    sizes, microbatches = reports[0].sizes, reports[0].step.microbatches
     if 3 * microbatches * sizes.pp * sizes.vp > _MAX_PASSES:
         raise ScheduleError("too many passes")
     ranks = _with_full_backwards(reports)
-    other_kinds = {pass_report.kind for rank in ranks for pass_report in rank.kinds} - _PLAIN
+    other_kinds = {pass_report.kind for rank in ranks for pass_report in rank.step.kinds} - _PLAIN
     if other_kinds:
         raise ScheduleError(
             f"it has other passes than F, B and W ({', '.join(sorted(other_kinds))})"
@@ -72,7 +72,8 @@ def _simulated(reports: Sequence[Rank], name: str, gpu: Gpu, gpu_distance: int) 
 
     schedule = published_schedule(name, sizes.pp, microbatches)
     costs = _costs(ranks, schedule.placement, gpu, gpu_distance)
-    after_passes_s = max(rank.time["optimizer"] + rank.time["data parallel"] for rank in reports)
+    times = [rank.step.time for rank in reports]
+    after_passes_s = max(time["optimizer"] + time["data parallel"] for time in times)
     return 1e-6 * simulate(schedule, costs).makespan + float(after_passes_s)
 
 
@@ -80,13 +81,13 @@ def _with_full_backwards(ranks: Sequence[Rank]) -> list[Rank]:
     """Rename the backwards of Megatron's schedules to BW: they also compute weight gradients."""
     converted: list[Rank] = []
     for rank in ranks:
-        kinds = rank.kinds
+        kinds = rank.step.kinds
         if not any(pass_report.kind in (Kind.W, Kind.BW) for pass_report in kinds):
             kinds = [
                 replace(pass_report, kind=Kind.BW) if pass_report.kind == Kind.B else pass_report
                 for pass_report in kinds
             ]
-        converted.append(replace(rank, kinds=kinds))
+        converted.append(replace(rank, step=replace(rank.step, kinds=kinds)))
     return converted
 
 
@@ -98,5 +99,5 @@ def _costs(ranks: Sequence[Rank], placement: Placement, gpu: Gpu, gpu_distance: 
         **times,
         held_after_forward_bytes=(1.0,) * len(stages),
         held_after_backward_bytes=(0.0,) * len(stages),
-        send_us=send_us(float(first.message_bytes), gpu, gpu_distance),
+        send_us=send_us(float(first.model.message_bytes), gpu, gpu_distance),
     )

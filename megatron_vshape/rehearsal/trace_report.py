@@ -23,10 +23,14 @@ from megatron_vshape.rehearsal.memory_parts import (
 )
 from megatron_vshape.rehearsal.rank_job import RankJob
 from megatron_vshape.rehearsal.rank_report import (
+    MemoryReport,
+    ModelReport,
     ParallelSizes,
     PassReport,
     PeakMoment,
+    Provenance,
     RankReport,
+    StepReport,
 )
 from megatron_vshape.rehearsal.step_time import Scale, step_time
 from megatron_vshape.rehearsal.traced_steps import BuiltModel, TracedSteps
@@ -78,44 +82,61 @@ def report_of_trace(
     work = ledger.work.plus(steps.repeated_work, steps.microbatches - steps.traced)
     work = work.repeating(keys, last, steps.microbatches)
     at_peak = ledger.held_at(ledger.peak_at)
-    parameters = [sum(weight.numel() for weight in chunk.parameters()) for chunk in model.chunks]
     graphs = None if model.pool is None else model.pool.peaks()
     replayed = _replayed(job, ledger, args)
     peak = max(ledger.peak, replayed.allocated)
-    return RankReport(
-        name=job.name,
-        rank=job.rank,
-        stage=job.stage,
+    memory = MemoryReport(
         peak_bytes=peak,
+        first_peak_bytes=steps.peaks[-1],
         graph_bytes=graphs,
-        communicators=len({key[1:] for key in work.exchanges if key[2] > 1}),
         reserved_bytes=replayed.reserved + (graphs.pool + graphs.inputs if graphs else 0),
         held_bytes=steps.held_bytes + replayed.unsplit,
         held_parts=steps.held_parts,
         replaced_bytes=_replaced_bytes(ledger),
+        held_between_passes_bytes=_peak_between_passes(passes),
         parts=parts_of(at_peak, peak),
         when=PeakMoment(ledger.peak_phase, ledger.peak_place),
         holders=largest_holders(at_peak),
-        time=step_time(work, job.gpu, scale),
+        curve=memory_over_time(ledger.records, ledger.curve[:_CURVE_POINTS]),
+    )
+    step = StepReport(
         microbatches=many,
         traced_microbatches=steps.traced,
-        parameters=sum(parameters),
-        chunk_parameters=parameters,
-        chunk_layers=[_layers(chunk) for chunk in model.chunks],
-        chunk_dummy_bytes=[_dummy_bytes(chunk) for chunk in model.chunks],
-        message_bytes=_message_bytes(args),
-        shards_optimizer=bool(args.use_distributed_optimizer),
-        scale=launches,
-        sizes=_sizes(job, model),
-        first_peak_bytes=steps.peaks[-1],
-        curve=memory_over_time(ledger.records, ledger.curve[:_CURVE_POINTS]),
         kinds=_pass_reports(passes, keys, job.gpu, launches, model.pool),
-        held_between_passes_bytes=_peak_between_passes(passes),
+        work=work,
+        time=step_time(work, job.gpu, scale),
+        scale=launches,
+    )
+    provenance = Provenance(
         megatron=str(__version__),
         transformer_engine=getattr(sys.modules.get("transformer_engine"), "__version__", ""),
-        work=work,
         seconds=seconds,
         host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+    communicators = len({key[1:] for key in work.exchanges if key[2] > 1})
+    return RankReport(
+        job.name,
+        job.rank,
+        job.stage,
+        _sizes(job, model),
+        communicators,
+        memory,
+        _model_report(model),
+        step,
+        provenance,
+    )
+
+
+def _model_report(model: BuiltModel) -> ModelReport:
+    chunks = model.chunks
+    parameters = [sum(weight.numel() for weight in chunk.parameters()) for chunk in chunks]
+    return ModelReport(
+        parameters=sum(parameters),
+        chunk_parameters=parameters,
+        chunk_layers=[_layers(chunk) for chunk in chunks],
+        chunk_dummy_bytes=[_dummy_bytes(chunk) for chunk in chunks],
+        message_bytes=_message_bytes(model.args),
+        shards_optimizer=bool(model.args.use_distributed_optimizer),
     )
 
 

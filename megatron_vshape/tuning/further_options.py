@@ -76,7 +76,8 @@ def find_fitting_options(
         report.name
         for report in rehearse_all(programs.programs, jobs)
         if isinstance(report, RankReport)
-        and programs.gpu.fit_of(report.peak_bytes, report.communicators, headroom) is Fit.FITS
+        and programs.gpu.fit_of(report.memory.peak_bytes, report.communicators, headroom)
+        is Fit.FITS
     }
     texts: list[str] = []
     for attempt in (attempts[name] for name in attempts if name in fitting):

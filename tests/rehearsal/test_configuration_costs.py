@@ -1,7 +1,5 @@
 """Costs from counted ranks, and their dependence on the pipeline and on the links."""
 
-from dataclasses import replace
-
 import pytest
 from rehearsal.reports import pass_of, report_of
 
@@ -114,7 +112,9 @@ def test_dense_layers_of_a_model_with_experts_are_counted_too() -> None:
 MESSAGE = 8
 
 
-def rank(stage: int, always: int, parameters: tuple[int, int] = (1, 1)) -> RankReport:
+def rank(
+    stage: int, always: int, parameters: tuple[int, int] = (1, 1), message_bytes: int = MESSAGE
+) -> RankReport:
     """Return the report of a counted rank with 2000 bytes of states and 40 retained in layers."""
     amounts = {"F": (100, 130), "BW": (-90, 20), "B": (-60, 30), "W": (-40, 0)}
     kinds = [
@@ -132,7 +132,7 @@ def rank(stage: int, always: int, parameters: tuple[int, int] = (1, 1)) -> RankR
         chunk_parameters=parameters,
         chunk_layers=[1, 1],
         chunk_dummy_bytes=[0, 0],
-        message_bytes=MESSAGE,
+        message_bytes=message_bytes,
     )
 
 
@@ -169,7 +169,7 @@ def test_messages_between_neighboring_ranks_of_a_node_use_its_fast_links(
     """The rank order decides: they used the network even if stages are TP x CP ranks apart."""
     flags = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "4", *order)
     command, gpu, size = Command("pretrain_gpt.py", flags), GPUS["h100"], 2**24
-    ranks = [replace(rank(stage, 5), message_bytes=size) for stage in (0, 1)]
+    ranks = [rank(stage, 5, message_bytes=size) for stage in (0, 1)]
     pieces = counted(ranks, command, gpu, 32, 4).pieces
     assert pieces.send_us == send_us(size, gpu, distance)
     assert send_us(size, gpu, 8) > 4 * send_us(size, gpu, 2)

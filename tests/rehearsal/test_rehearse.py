@@ -434,7 +434,8 @@ def test_a_gpu_measures_memory_too() -> None:
     rank = report_of(kinds=[pass_of("F", adds_bytes=1, meanwhile_bytes=1)])
     ran = {"kind": "F", "chunk": 0, "ms": 2.5, "adds_bytes": 3, "meanwhile_bytes": 4, "number": 3}
     for on_gpu, sizes in ((True, (3, 4)), (False, (1, 1))):
-        (report,) = with_measured(rank, {"device": "it", "on_gpu": on_gpu, "kinds": [ran]}).kinds
+        measured = {"device": "it", "on_gpu": on_gpu, "kinds": [ran]}
+        (report,) = with_measured(rank, measured).step.kinds
         assert (report.ms, report.adds_bytes, report.meanwhile_bytes) == (2.5, *sizes)
 
 

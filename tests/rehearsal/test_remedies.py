@@ -58,7 +58,9 @@ def test_all_ranks_that_do_not_fit_are_named():
 
 def test_the_allocator_has_to_return_cached_blocks():
     """Reserved memory without a limit is no reason why a rank does not fit."""
-    fragmented = replace(rank(0, 70.0), reserved_bytes=78 * GIB)
+    report_70 = rank(0, 70.0)
+    memory = replace(report_70.memory, reserved_bytes=78 * GIB)
+    fragmented = replace(report_70, memory=memory)
     text = report.format_verdict([fragmented], H100, HEADROOM * H100.memory_bytes)
     assert text.startswith("Fits: rank 0 reserves about 78.0 GiB (peak 70.0)")
     assert "1.2 GiB more than are free" in text

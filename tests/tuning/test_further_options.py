@@ -1,7 +1,6 @@
 """Options that advise lists if no configuration fits, by the memory of their dry runs."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,7 +38,7 @@ def options_that_fit(monkeypatch: pytest.MonkeyPatch, *fitting: str) -> list[str
     def rehearse_all(_: Programs, jobs: Iterable[RankJob]) -> Iterator[RankReport]:
         for job in jobs:
             peak_bytes = (10 if name_of(job) in fitting else 100) * GIB
-            yield replace(report_of(), name=job.name, peak_bytes=peak_bytes)
+            yield report_of(name=job.name, peak_bytes=peak_bytes)
 
     monkeypatch.setattr(further_options, "rehearse_all", rehearse_all)
     subject = Subject.of_command(["pretrain_gpt.py", *FLAGS.split()], "")
