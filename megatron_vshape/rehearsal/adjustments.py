@@ -20,10 +20,7 @@ from megatron_vshape.rehearsal.device import on_host
 
 def install() -> None:
     """Replace the parts of Megatron that query the driver or other ranks; after its import."""
-    initialize = importlib.import_module("megatron.training.initialize")
-    initialize._compile_dependencies = lambda: None  # type: ignore[attr-defined]
-    utils: Any = importlib.import_module("megatron.core.pipeline_parallel.utils")
-    utils.set_ideal_affinity_for_current_gpu = lambda: None  # queries the driver
+    skip_driver()
     data: Any = importlib.import_module("megatron.core.tensor_parallel.data")
     data._build_key_size_numel_dictionaries = _sizes_of_local_data
     _leave_generators_alone()
@@ -34,6 +31,21 @@ def install() -> None:
     _reject_recomputed_parameters()
     communicator: Any = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
     communicator.P2PCommunicator._communicate_shapes = _shapes_of_neighbors
+
+
+def skip_driver() -> None:
+    """Skip Megatron's setup that compiles kernels or queries the driver."""
+    initialize: Any = importlib.import_module("megatron.training.initialize")
+    initialize._compile_dependencies = lambda: None
+    utils: Any = importlib.import_module("megatron.core.pipeline_parallel.utils")
+    utils.set_ideal_affinity_for_current_gpu = lambda: None
+
+
+def training_iterators(args: Any, batches: Iterator[Any]) -> tuple[Any, None, None]:
+    """Return Megatron's data iterators of a run that trains on these batches, and only trains."""
+    rerun: Any = importlib.import_module("megatron.core.rerun_state_machine")
+    args.do_train, args.do_valid, args.do_test = True, False, False
+    return rerun.RerunDataIterator(batches), None, None
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:

@@ -244,7 +244,7 @@ def run_rank(job: RankJob, watched: Watched) -> dict[str, Any]:
     from megatron.training import training
 
     from megatron_vshape.rehearsal import exchanges, lora
-    from megatron_vshape.rehearsal.adjustments import wrap
+    from megatron_vshape.rehearsal.adjustments import skip_driver, wrap
 
     exchanges.start_process_group(job.rank, job.world)
     if job.lora is not None:
@@ -253,7 +253,7 @@ def run_rank(job: RankJob, watched: Watched) -> dict[str, Any]:
     wrap(training, "train_step", watched.train_step)
     data: Any = training
     data.build_train_valid_test_data_iterators = _iterators
-    _stand_in()
+    skip_driver()
     if not job.has_schedule:
         from megatron.core.pipeline_parallel import schedules
 
@@ -269,24 +269,12 @@ def run_rank(job: RankJob, watched: Watched) -> dict[str, Any]:
     raise RuntimeError("the program ended before its last step")
 
 
-def _stand_in() -> None:
-    """Skip calls that need values of other ranks, or the library of a driver."""
-    from megatron.core.pipeline_parallel import utils
-    from megatron.training import initialize
-
-    asks: Any = utils
-    asks.set_ideal_affinity_for_current_gpu = lambda: None
-    compiles: Any = initialize
-    compiles._compile_dependencies = lambda: None
-
-
 def _iterators(*unused: Any, **options: Any) -> Any:
-    from megatron.core.rerun_state_machine import RerunDataIterator
     from megatron.training import get_args
 
-    args = get_args()
-    args.do_train, args.do_valid, args.do_test = True, False, False
-    return RerunDataIterator(_batches(args)), None, None
+    from megatron_vshape.rehearsal.adjustments import training_iterators
+
+    return training_iterators(get_args(), _batches(get_args()))
 
 
 def _batches(args: Any) -> Iterator[dict[str, Any]]:

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_vshape.mcore.refusals import captures_graphs
 from megatron_vshape.rehearsal import adjustments, exchanges, lora, routing
-from megatron_vshape.rehearsal.adjustments import wrap
+from megatron_vshape.rehearsal.adjustments import training_iterators, wrap
 from megatron_vshape.rehearsal.device import Current, on_host
 from megatron_vshape.rehearsal.graph_pools import GraphPool
 from megatron_vshape.rehearsal.ledger import Ledger
@@ -226,12 +226,8 @@ class _Replacements:
             optimizer.step = step
 
     def _iterators(self, call: Callable[..., Any], *unused: Any, **options: Any) -> Any:
-        args = self._args
-        # An evaluation would run between the traced steps.
-        args.do_train, args.do_valid, args.do_test = True, False, False
-        from megatron.core.rerun_state_machine import RerunDataIterator
-
-        return RerunDataIterator(_batches(args)), None, None  # called once per chunk
+        # Called once per chunk. An evaluation would run between the traced steps.
+        return training_iterators(self._args, _batches(self._args))
 
 
 def _set_purposes(ledger: Ledger, chunks: list[Any], optimizer: Any) -> None:
