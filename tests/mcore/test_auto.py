@@ -2,12 +2,13 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
-from mcore.parity import assert_same_training
+from mcore.parity import assert_same_bits, assert_same_training
 from mcore.rejections import rejection
 from mcore.test_bad_input import rejection_text
 from mcore.test_training import TWO
@@ -52,14 +53,24 @@ def test_planned_from_costs_trains_like_1f1b(train: Train, schedule: str, costs_
     assert "; costs: as given" in package_run.output[0]
 
 
-@pytest.mark.slow
-def test_costs_of_four_stages_a_rank_train_a_loop_of_four(train: Train, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [(), ("--pipeline-memory-limit", "v-half")])
+def test_auto_plans_and_trains_a_zigzag_of_four_chunks(
+    train: Train, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """Losses and parameters equal 1F1B bit for bit; the costs are for a V."""
     path = tmp_path / "costs.json"
-    path.write_text(Costs.uniform(2, 8, 1000, 1150, 850, 50).to_json())
-    megatron_run = train(2, "--pipeline-schedule", "1f1b", *EIGHT)
-    package_run = train(2, "--pipeline-schedule", "auto", "--pipeline-costs", str(path), *EIGHT)
-    assert_same_training(package_run, megatron_run)
-    assert re.search(r"virtual_pipeline_model_parallel_size \.+ 4\n", package_run.output[0])
+    path.write_text(Costs.uniform(2, 4, 1000, 1150, 850, 50).to_json())
+    exact = ("--clip-grad", "0", UNTIED, *TWO)
+    megatron_run = train(2, "--pipeline-schedule", "1f1b", *exact)
+    plan = ("--pipeline-schedule", "auto", "--pipeline-costs", str(path))
+    package_run = train(2, *plan, *flags, *exact)
+    assert_same_bits(package_run, megatron_run, ["gradients", "parameters"])
+    layers = [layers_of(record["parameters"]) for record in package_run.records]
+    assert layers == [{0, 3, 4, 7}, {1, 2, 5, 6}]
+
+
+def layers_of(names: Iterable[str]) -> set[int]:
+    return {int(match[1]) for name in names if (match := re.search(r"layers\.(\d+)\.", name))}
 
 
 @pytest.mark.slow

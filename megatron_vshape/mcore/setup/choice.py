@@ -32,19 +32,25 @@ from megatron_vshape.mcore.layout.stage_map import (
 from megatron_vshape.mcore.options import Options, schedule_names
 from megatron_vshape.mcore.refusals import BATCH_SIZES
 from megatron_vshape.mcore.setup.features import features
-from megatron_vshape.mcore.setup.run_config import ScheduleChoice, Settings
+from megatron_vshape.mcore.setup.run_config import PlannedStages, ScheduleChoice, Settings
 from megatron_vshape.mcore.setup.translate import Translated, translate
 
 GIB = 2.0**30
 
-CHUNKS = (2, 4)
-"""Chunks per rank that auto supports; the stages of the costs file select one."""
+MOST_CHUNKS = 12
+"""Maximum number of chunks per rank of auto, and of the schedules of Megatron that it tries."""
 
 
-def resolve_schedule(options: Options, num_devices: int, loss_last: bool = False) -> ScheduleChoice:
+def resolve_schedule(
+    options: Options,
+    num_devices: int,
+    loss_last: bool = False,
+    planned: PlannedStages | None = None,
+) -> ScheduleChoice:
     """Find the schedule that the options name (a name or a file), with all options of features.
 
-    Makes no schedule yet: this needs the number of microbatches (`plans.Planner`).
+    Makes no schedule yet: this needs the number of microbatches (`plans.Planner`). `planned` are
+    the stages of auto's plan.
 
     Raises:
         ScheduleError: The schedule is neither a name nor a file; or the file is unreadable, for
@@ -71,7 +77,9 @@ def resolve_schedule(options: Options, num_devices: int, loss_last: bool = False
     # A feature changes only its own fields; without its option, none.
     for feature in features():
         choice = feature.configure(choice, options)
-    return choice
+    if planned is None:
+        return choice
+    return replace(choice, planned=planned.placement, costs=planned.costs)
 
 
 def _read_file(name: str, num_devices: int) -> Schedule | None:
@@ -93,12 +101,12 @@ def _check_adaptive(choice: ScheduleChoice, limit: float | str | None, measures:
     With `measures`, the run measures costs if none are given.
     """
     name, num_devices, costs = choice.name, choice.num_devices, choice.costs
-    allowed = CHUNKS if name == AUTO else CHUNKS[:1]
-    if costs is not None and costs.num_stages not in [chunks * num_devices for chunks in allowed]:
-        counts = " or ".join(str(chunks * num_devices) for chunks in allowed)
+    counts = [chunks * num_devices for chunks in range(2, MOST_CHUNKS + 1 if name == AUTO else 3)]
+    if costs is not None and costs.num_stages not in counts:
+        more = f" to {counts[-1]}, a multiple of {num_devices}" if name == AUTO else ""
         raise ScheduleError(
             f"--pipeline-costs is for {costs.num_stages} stages, --pipeline-schedule {name} on "
-            f"{num_devices} pipeline ranks has {counts}"
+            f"{num_devices} pipeline ranks has {counts[0]}{more}"
         )
     if isinstance(limit, str):
         try:

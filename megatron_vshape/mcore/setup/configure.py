@@ -25,7 +25,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron_vshape.core.model.amounts import STATE_BYTES
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES
-from megatron_vshape.core.request import AUTO
+from megatron_vshape.core.request import AUTO, BaselineSpec
 from megatron_vshape.mcore.layout import hybrid, multi_token
 from megatron_vshape.mcore.layout.shared_vocabulary import SharedEnds, pad_vocabulary
 from megatron_vshape.mcore.layout.stage_map import Split, StageMap, megatrons_text, split_layers
@@ -52,13 +52,18 @@ from megatron_vshape.mcore.setup.megatron_schedules import (
     check_sequence_length,
     choose_megatrons,
     fixed_counts,
-    megatrons_if_best,
     megatrons_own,
     set_megatrons_own,
 )
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.mcore.setup.run_config import RunConfig, ScheduleChoice, Settings
+from megatron_vshape.mcore.setup.run_config import (
+    PlannedStages,
+    RunConfig,
+    ScheduleChoice,
+    Settings,
+)
+from megatron_vshape.mcore.setup.stage_plan import plan_stages
 from megatron_vshape.mcore.setup.translate import log_translated
 from megatron_vshape.mcore.split import graphs
 from megatron_vshape.runtime.hosts import has_peers
@@ -175,9 +180,9 @@ def _configure(draft: Namespace, options: Options, rank_zero: RankZeroPlanner) -
     """Return the configuration of a run; None for Megatron's schedules. Set it in `draft`."""
     name, ranks = options.schedule, draft.pipeline_model_parallel_size
     # Before `build_config`, which resets options that Megatron's schedule needs.
-    baseline = megatrons_if_best(draft, options, rank_zero) if name == AUTO else None
-    if baseline is not None:
-        choose_megatrons(draft, baseline)
+    stages = plan_stages(draft, options, rank_zero) if name == AUTO else None
+    if isinstance(stages, BaselineSpec):
+        choose_megatrons(draft, stages)
         return None
     if name is None or options.asks_for_megatrons_own:
         set_megatrons_own(draft, options)
@@ -192,6 +197,7 @@ def _configure(draft: Namespace, options: Options, rank_zero: RankZeroPlanner) -
         check=check_arguments,
         ties_ends=not draft.untie_embeddings_and_output_weights,
         kernels=draft.distributed_backend == "nccl",
+        planned=stages,
     )
     _set_stages(draft, config)
     return config
@@ -247,6 +253,7 @@ def build_config(
     ties_ends: bool | None,
     kernels: bool,
     loss_last: bool = False,
+    planned: PlannedStages | None = None,
 ) -> RunConfig:
     """Build the configuration of a run, and reject options that it does not support.
 
@@ -258,13 +265,14 @@ def build_config(
         ties_ends: Whether the embeddings are tied; None if only the built model knows.
         kernels: Whether P2P messages are GPU kernels (NCCL).
         loss_last: The last pipeline rank computes the loss, where libraries look for its results.
+        planned: The stages of auto's plan; None: not planned yet.
 
     Raises:
         ScheduleError: The schedule does not exist or does not fit this model.
         UnsupportedError: The schedule does not support an option.
     """
     # 1. The schedule, and with it the placement: the rank and the chunk of every stage.
-    choice = resolve_schedule(options, model.pipeline_model_parallel_size, loss_last)
+    choice = resolve_schedule(options, model.pipeline_model_parallel_size, loss_last, planned)
     # 2. Options for Megatron's stages are translated to layers per stage, others are rejected.
     choice, translated = translate_and_check(model, choice, options, check)
     log_translated(translated)

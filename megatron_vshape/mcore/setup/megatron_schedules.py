@@ -10,34 +10,18 @@ import logging
 import os
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import check_layers
-from megatron_vshape.core.model.pieces import recut
 from megatron_vshape.core.model.placement import looping
-from megatron_vshape.core.plan import plan_request
-from megatron_vshape.core.request import (
-    BaselineSpec,
-    EvaluatedSchedule,
-    PlanRequest,
-    evaluate_named,
-    with_chunks,
-)
+from megatron_vshape.core.request import BaselineSpec, with_chunks
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.multi_token import num_predicting
-from megatron_vshape.mcore.layout.sizes import option_reader, sizes_of
 from megatron_vshape.mcore.layout.stage_map import megatrons_text, split_layers
 from megatron_vshape.mcore.options import INPUTS_OF_PLANS, OPTIONS, Options, options_of
 from megatron_vshape.mcore.refusals import BATCH_SIZES, UnsupportedError
-from megatron_vshape.mcore.setup.choice import narrowed, resolve_schedule
-from megatron_vshape.mcore.setup.features import features
-from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
-from megatron_vshape.mcore.setup.plans import adapted_costs
-from megatron_vshape.mcore.setup.run_config import Settings
 from megatron_vshape.mcore.setup.translate import check_splits_nothing_else
 
 logger = logging.getLogger(__name__)
@@ -176,101 +160,6 @@ def _split_megatrons_own_hybrid(args: Namespace, options: Options) -> None:
         f"{ranks * chunks} on {ranks} pipeline ranks: {f'use {fits}, or ' if fits else ''}remove "
         f"every {hybrid.BEGINS_STAGE} from the pattern"
     )
-
-
-MOST_CHUNKS = 12
-"""Maximum number of virtual stages per rank to try."""
-
-
-def megatrons_if_best(
-    args: Namespace, options: Options, rank_zero: RankZeroPlanner
-) -> BaselineSpec | None:
-    """Under auto, return the best of Megatron's schedules if no plan is faster, else None.
-
-    A model is built for one placement, so this comparison runs before. It requires costs, and a
-    limit that does not depend on the memory of the model, which does not exist yet. None if the run
-    uses features of this package or defines its layer split.
-
-    Raises:
-        ScheduleError: Costs, limit and number of ranks do not fit each other.
-    """
-    ranks, costs = args.pipeline_model_parallel_size, options.costs_file
-    limit = options.memory_limit_gib
-    mine = options.profile_steps or options.layer_split is not None
-    mine = mine or any(feature.requires_ours(options) for feature in features())
-    if ranks == 1 or costs is None or isinstance(limit, float):
-        return None
-    microbatches = None if mine or _lies_its_own_way(args) else in_training(args)
-    if microbatches is None:
-        return None
-    choice = narrowed(Settings(args, resolve_schedule(options, ranks), options))
-    assert choice.costs is not None
-    measured = adapted_costs(choice, choice.costs, choice.costs.num_stages)
-    assert measured is not None
-    sizes = sizes_of(option_reader(args), 0)
-    layers = sizes.num_layers
-
-    def cut(num_stages: int, name: str) -> Costs:
-        return recut(measured, num_stages, ranks, name, layers, sizes.shares)
-
-    question = replace(
-        choice.request(microbatches),
-        costs=measured,
-        cut=cut,
-        limit=choice.limit_of,
-        placements=(choice.placement,),
-    )
-    overlaps = getattr(args, "overlap_p2p_comm", False)
-
-    evaluation = in_evaluation(args)
-
-    def evaluates(baseline: BaselineSpec) -> bool:
-        return evaluation is None or baseline.is_megatrons(ranks, evaluation)
-
-    def compare() -> BaselineSpec | None:
-        megatron_schedules = _megatrons(question, layers, overlaps)
-        baselines = tuple(
-            evaluated
-            for evaluated in megatron_schedules
-            if evaluated.baseline is not None and evaluates(evaluated.baseline)
-        )
-        answer = plan_request(replace(question, baselines=baselines))
-        best = answer.baseline if answer.is_megatrons else None
-        return best if best is not None and evaluates(best) else None
-
-    return rank_zero(compare)
-
-
-def _megatrons(
-    question: PlanRequest, num_layers: int, overlaps: bool
-) -> Iterator[EvaluatedSchedule]:
-    """Yield Megatron's schedules for this model with equally many layers in every stage."""
-    ranks, microbatches = question.num_devices, question.num_microbatches
-    # On two ranks, Megatron supports several chunks only with overlap_p2p_comm.
-    max_chunks = MOST_CHUNKS if ranks > 2 or overlaps else 1
-    for chunks in range(1, max_chunks + 1):
-        baseline = BaselineSpec("1f1b") if chunks == 1 else BaselineSpec("interleaved-1f1b", chunks)
-        if num_layers % (ranks * chunks) or not baseline.is_megatrons(ranks, microbatches):
-            continue
-        try:
-            yield evaluate_named(baseline, question)
-        except ScheduleError:  # the costs cannot be cut into these stages
-            continue
-
-
-def _lies_its_own_way(args: Namespace) -> bool:
-    """Return whether the run defines its layer split, or counts embedding or loss as layers."""
-    names = (
-        "pipeline_model_parallel_layout",
-        "decoder_first_pipeline_num_layers",
-        "decoder_last_pipeline_num_layers",
-        "account_for_embedding_in_pipeline_split",
-        "account_for_loss_in_pipeline_split",
-        "num_layers_per_virtual_pipeline_stage",
-        "num_virtual_stages_per_pipeline_rank",
-    )
-    has_option = any(getattr(args, name, None) for name in names)
-    return has_option or hybrid.marks_stages(args) or num_predicting(args) > 0
 
 
 class Count(NamedTuple):

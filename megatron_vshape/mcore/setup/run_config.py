@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_vshape.core.check.simulate import usable_host_bytes
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.placement import Placement, looping, v_shape, with_loss_last
+from megatron_vshape.core.model.placement import Placement, looping, with_loss_last, zigzag
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.model.stage_costs import Share
 from megatron_vshape.core.paper.catalogue import make, placement_of
 from megatron_vshape.core.request import AUTO, PLUS_NAMES, PlanRequest
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.options import Options
+
+
+class PlannedStages(NamedTuple):
+    """The stages of auto's plan, which is made before the model is built."""
+
+    placement: Placement
+    costs: Costs  # of these stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +34,7 @@ class ScheduleChoice:
     num_devices: int
     name: str
     from_file: Schedule | None = None
+    planned: Placement | None = None  # of auto's plan for the costs of the run
     costs: Costs | None = None  # in us and bytes; None: `estimate`
     estimate: Costs | None = None  # relative costs of unequal stages; None: one unit per pass
     limit_bytes: float | None = None  # memory limit of a device, for auto; None: `limit_of`
@@ -93,9 +101,13 @@ class ScheduleChoice:
             return self.from_file.placement
         if not self.plans_by_costs:
             return placement_of(self.name, self.num_devices)
-        # A model is built for one placement, so use that of the best plans for this stage count.
+        if self.planned is not None:
+            return self.planned
+        # Without a plan: a loop of more than two chunks is idle for less time with the memory of
+        # 1F1B, and only a zigzag (with two chunks: the V) supports much less memory.
         chunks = 2 if self.costs is None else self.costs.num_stages // self.num_devices
-        return v_shape(self.num_devices) if chunks == 2 else looping(self.num_devices, chunks)
+        loops = chunks > 2 and self.limit_bytes is None
+        return (looping if loops else zigzag)(self.num_devices, chunks)
 
 
 @dataclass(frozen=True, slots=True)
