@@ -210,7 +210,7 @@ BATCH_SIZES = ("rampup_batch_size", "step_batch_size_schedule")
 """Megatron's options that change the number of microbatches of a training step."""
 
 ROUTER_REPLAY = ("moe_enable_routing_replay", "enable_routing_replay", "use_routing_replay")
-"""Names of router replay in Megatron, in verl before Megatron had it, and in slime and miles."""
+"""Names of router replay in Megatron and in libraries."""
 
 _USE_TE_GRAPHS = "Use --cuda-graph-impl transformer_engine"
 _HOST_SYNC = "a schedule synchronizes host and GPU within a step (loss checks, P2P messages)"

@@ -60,9 +60,7 @@ def test_interleaved_runs_if_splitting_is_expensive(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_interleaved_runs_of_a_pattern(tmp_path: Path) -> None:
     """Unless the pattern marks its stages, which fixes their number."""
-    assert baseline_for(tmp_path, 0.55, pattern="*-" * RANKS) == BaselineSpec(
-        "interleaved-1f1b", 2
-    )
+    assert baseline_for(tmp_path, 0.55, pattern="*-" * RANKS) == BaselineSpec("interleaved-1f1b", 2)
     assert baseline_for(tmp_path, 0.55, pattern="|".join(["*-"] * RANKS)) is None
 
 

@@ -8,7 +8,8 @@ import pytest
 from mcore.conftest import needs_hybrid
 from megatron.core import parallel_state
 
-from megatron_vshape.mcore.hooks import core_hooks, libraries
+from megatron_vshape.mcore.frameworks import adapt_frameworks
+from megatron_vshape.mcore.hooks import core_hooks
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout.stage_map import StageMap
 
@@ -47,7 +48,7 @@ def test_provider_gets_the_ends_of_the_chunk(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Model, "__init__", core_hooks.model_init(session, Model.__init__))
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: ranks[-1])
     config: Any = LanguageProvider()
-    libraries.have_chunks_provided(session, config)
+    adapt_frameworks(session, config)
     try:
         for rank, chunk, expected in (
             (1, 0, (True, False)),
@@ -74,7 +75,7 @@ def test_provider_sees_no_chunks_and_its_model_gets_them(monkeypatch: pytest.Mon
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
     config: Any = Provider()
     for _ in range(2):  # of each config of the class; the class is taught once
-        libraries.have_chunks_provided(session, config)
+        adapt_frameworks(session, config)
     try:
         # What a library believes of the ends is that of the ranks' order.
         assert config.provide(True, False, vp_stage=0).seen == (True, False, 0, 2)

@@ -20,8 +20,8 @@ from megatron.core.pipeline_parallel import schedules
 
 import megatron_vshape
 from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.mcore.frameworks.verl import FRAMEWORK, moe_layers_of_stages
 from megatron_vshape.mcore.hooks import session as hooks
-from megatron_vshape.mcore.hooks.libraries import gather_by_placement, moe_layers_of_stages
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.refusals import UnsupportedError
@@ -81,7 +81,7 @@ def test_gather_is_replaced_in_a_renamed_module() -> None:
     session = Session(pipeline=V_HALF)
     sys.modules |= {"replay_of_a_fork": fork, "unrelated": unrelated}
     try:
-        gather_by_placement(session)
+        FRAMEWORK.adapt(session, None)
         assert fork.pp_gather.__wrapped__ is originals[0]
         assert unrelated.pp_gather is originals[1]
     finally:

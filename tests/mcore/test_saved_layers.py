@@ -15,7 +15,7 @@ pytest.importorskip("megatron.training")
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_vshape.mcore.hooks import optimizer_state
+from megatron_vshape.mcore.frameworks.bridge import FRAMEWORK
 from megatron_vshape.mcore.hooks.optimizer_state import check_optimizer_state, has_state_by_rank
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.refusals import UnsupportedError
@@ -141,8 +141,8 @@ def test_layers_are_read_from_the_saved_megatron_bridge_config(tmp_path: Path) -
         (f"{sizes}, pipeline_model_parallel_layout: Etttt|ttttL", None),  # may be a V
     ):
         (tmp_path / "run_config.yaml").write_text(f"model: {{{model}}}")
-        assert saved_layers(optimizer_state._saved_by_bridge(str(tmp_path))) == layers
-    assert saved_layers(optimizer_state._saved_by_bridge(str(tmp_path / "none"))) is None
+        assert saved_layers(FRAMEWORK.saved_options(str(tmp_path))) == layers
+    assert saved_layers(FRAMEWORK.saved_options(str(tmp_path / "none"))) is None
 
 
 def test_error_names_the_different_layers() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_vshape.mcore.hooks import libraries
+from megatron_vshape.mcore.frameworks import roll
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout.stage_map import StageMap
 
@@ -47,19 +47,19 @@ def expected_places(name: str) -> list[tuple[int, int]]:
 
 
 def test_weights_are_loaded_on_the_rank_of_their_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = ModuleType(libraries._CONVERTER)
+    module: Any = ModuleType(roll.CONVERTER)
     module.DistConverter = DistConverter
-    monkeypatch.setitem(sys.modules, libraries._CONVERTER, module)
+    monkeypatch.setitem(sys.modules, roll.CONVERTER, module)
     stage_map = StageMap((1, 0, 0, 1), (2, 1, 1, 1))
     last = stage_map.last_stage
     pipeline: Any = SimpleNamespace(
         stage_map=stage_map,
         ends=lambda *place: tuple(stage_map.stage(*place) == end_stage for end_stage in (0, last)),
     )
-    session = Session()
+    session = Session(pipeline=pipeline)
     try:
         for _ in range(2):  # once per chunk; the class is patched only once
-            libraries.patch_roll_converter(session, pipeline)
+            roll.FRAMEWORK.adapt(session, None)
         places = [expected_places(f"decoder.layers.{layer}.weight") for layer in range(LAYERS)]
         assert places == [[(1, 0)], [(1, 0)], [(0, 0)], [(0, 1)], [(1, 1)]]
         assert [DistConverter(0)._get_layer_info(layer)[0] for layer in range(3)] == [0, 1, 0]

@@ -20,12 +20,11 @@ from megatron.core.transformer import module as transformer_module
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.mcore.features.vocabulary.model import (
     check_rows,
-    convert_rows,
     has_shared_rows,
     share_rows,
 )
+from megatron_vshape.mcore.frameworks import adapt_frameworks
 from megatron_vshape.mcore.hook import Function, Hook, replaces, replaces_always
-from megatron_vshape.mcore.hooks import libraries
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.layout import hybrid, multi_token
 from megatron_vshape.mcore.layout.stage_map import check_tied_embeddings
@@ -48,9 +47,7 @@ def config_post_init(session: Session, original: Function, config: Any) -> None:
     if options is not None and config.pipeline_model_parallel_size > 1:
         with refusing():
             _set_stages(session, options, config)
-        libraries.have_chunks_provided(session, config)
-        if session.pipeline is not None and session.pipeline.stage_map.num_chunks > 1:
-            libraries.keep_all_chunks(session)
+        adapt_frameworks(session, config)
     original(config)
 
 
@@ -167,7 +164,7 @@ def model_init(session: Session, original: Function) -> Function:
         session.build.is_extensible = True
         # Before DDP and Float16Module wrap the model, which copy its parameters into buffers.
         _share_vocabulary(session, pipeline, self, chunk or 0)
-        libraries.patch_roll_converter(session, pipeline)
+        adapt_frameworks(session, bound.arguments["config"])
 
     return init
 
@@ -182,7 +179,6 @@ def _share_vocabulary(session: Session, pipeline: RunConfig, model: Any, chunk: 
     with refusing():
         first_chunk = session.build.first_chunk()
         share_rows(first_chunk, model, pipeline.stage_map, rank, chunk)
-        convert_rows(session.patch_once)
 
 
 @replaces
@@ -191,8 +187,8 @@ def setup_embeddings(session: Session, original: Function, model: Any) -> None:
 
     The last stage shares the output layer if the model ties it, and the embedding of multi-token
     prediction. The chunk with the embedding is built before the last. A library that replaces an
-    embedding calls this function again (Megatron-Bridge for Gemma 3). Megatron would then set the
-    weight of the last stage to zero, as a copy to be filled, but here it is the embedding itself.
+    embedding calls this function again. Megatron would then set the weight of the last stage to
+    zero, as a copy to be filled, but here it is the embedding itself.
     """
     pipeline, build = session.pipeline, session.build
     first = build.tied_to.get(model)
@@ -232,8 +228,8 @@ def tie_embeddings(first: Any, last: Any) -> None:
 
     The result is one Parameter, owned by `first`. Two copies under one name could not be saved in
     parallel, and their gradients would have to be summed. Code that looks for either layer in
-    `last` finds the same weight, for example Megatron-Bridge, which loads weights into the last
-    chunk of the last rank. Call this before the chunks are wrapped.
+    `last` finds the same weight, such as a framework that loads weights into the last chunk of the
+    last rank. Call this before the chunks are wrapped.
     """
     weight = first.embedding.word_embeddings.weight
     # The gradient comes from two passes, of which only one may add to main_grad directly.
@@ -277,8 +273,8 @@ def _rank_has_end(session: Session, end: int) -> bool:
 
 # A pipeline group per chunk, of rank `stage % ranks`, makes Megatron's own checks right for a V: in
 # Megatron-LM's trainer (0.19), losses are equal without the next four hooks and that of
-# Float16Module. They stay because Megatron-Bridge asks with the group of the run while it builds
-# models (gemma_provider.py), and because the last stage of a shared vocabulary must not convert its
+# Float16Module. They stay because a framework asks with the group of the run while it builds
+# models, and because the last stage of a shared vocabulary must not convert its
 # output to fp32.
 def vp_stage_check(end: int) -> Function:
     """Create the replacement of `is_vp_first_stage` (`end` 0) or of `is_vp_last_stage` (`end` 1).
@@ -413,8 +409,8 @@ def block_init(
 ) -> None:
     """Build the layers of a chunk, or all layers of an encoder on one rank.
 
-    Megatron-Bridge's Qwen3-VL builds the layers of a chunk once more without its vp_stage. mbridge
-    copies the config of the language model for an encoder on one rank. The copy still has the
+    A library's Qwen3-VL builds the layers of a chunk once more without its vp_stage. Another copies
+    the config of the language model for an encoder on one rank. The copy still has the
     stages of the language model, so that Megatron would build the layers of a stage.
 
     Raises:

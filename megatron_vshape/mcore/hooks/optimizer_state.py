@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
-from argparse import Namespace
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_vshape.mcore.frameworks import frameworks
 from megatron_vshape.mcore.hook import Function, Hook, Replaced, replaces, replaces_always
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
@@ -94,7 +93,8 @@ def _compare_layers(session: Session, folder: str) -> None:
     record = (common.get("content_metadata") or {}).get(RECORD)
     if record is None and session.is_idle:  # no schedule of this package, neither then nor now
         return
-    options = common.get("args") or _saved_by_bridge(folder)
+    saved_options = (framework.saved_options(folder) for framework in frameworks())
+    options = common.get("args") or next(filter(None, saved_options), None)
     saved = record or saved_layers(options)
     name = getattr(options, "pipeline_schedule", None)
     # A release without the record saved it under this schedule.
@@ -107,21 +107,6 @@ def _compare_layers(session: Session, folder: str) -> None:
         current = layers_of_pipeline(pipeline)
     if current is not None:
         check_optimizer_state(saved, current, folder)
-
-
-def _saved_by_bridge(folder: str) -> Namespace:
-    """Return the model's options in a checkpoint of Megatron-Bridge; empty if there are none."""
-    import yaml  # type: ignore[import-untyped]
-
-    try:
-        with open(os.path.join(folder, "run_config.yaml"), encoding="utf-8") as file:
-            model = yaml.safe_load(file)["model"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
-        return Namespace()
-    # A layout may be that of this package, whose text does not have the placement.
-    if model.get("pipeline_model_parallel_layout") is not None:
-        return Namespace()
-    return Namespace(**model)
 
 
 def check_optimizer_state(saved: Layers | None, current: Layers, folder: str) -> None:

@@ -20,8 +20,8 @@ from torch import nn
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.mcore.features.slices import share_slices
+from megatron_vshape.mcore.frameworks import adapt_frameworks
 from megatron_vshape.mcore.hook import Function, Hook, Replaced, Switched, replaces
-from megatron_vshape.mcore.hooks import libraries
 from megatron_vshape.mcore.layout.built_layers import check_layers
 from megatron_vshape.mcore.observe import report
 from megatron_vshape.mcore.options import Options
@@ -49,7 +49,7 @@ from megatron_vshape.mcore.split.linear_layers import (
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner, message_bytes
 from megatron_vshape.mcore.step.gradient_sync import splits_last
 from megatron_vshape.mcore.step.losses import can_wait
-from megatron_vshape.mcore.step.microbatches import iterators_by_chunk
+from megatron_vshape.mcore.step.microbatches import iterators_by_chunk, schedule_table
 from megatron_vshape.mcore.step.stage import Execution
 from megatron_vshape.mcore.step_state import StepState, unwrapped
 
@@ -95,7 +95,7 @@ class BuildState:
     is_extensible: bool = False
     first_chunk: Callable[[], Any] = lambda: None  # weak reference to this rank's first chunk
     provided_chunk: int | None = None  # chunk that a provider builds now, by `providing`
-    # Chunk whose position the trainer queried last; mbridge's Qwen3-VL then gets no vp_stage.
+    # Chunk whose position the trainer queried last; a library's model may then get no vp_stage.
     queried_chunk: int | None = None
     embedding_chunk: nn.Module | None = None  # with the embedding, until the last one is built
     optimizer: Any = None
@@ -153,12 +153,6 @@ class Session:
         self.step.splits_backward = pipeline is not None
         # These hooks replace classes and flags, which cannot pass a call to the original.
         self.process.pipeline_hooks.switch(pipeline is not None)
-
-    def patch_once(self, owner: type, make: Callable[[], Mapping[str, Any]]) -> None:
-        """Set attributes of a library's class, which `make` returns, until `uninstall`."""
-        for name, value in make().items():
-            if not self.process.replaced.has(owner, name):
-                self.process.replaced.put(owner, name, value)
 
     @property
     def is_idle(self) -> bool:
@@ -436,14 +430,17 @@ def get_schedule_table(
 ) -> Any:
     """Return the order in which the last step called the trainer's forward step on this rank.
 
-    verl sorts the expert choices by it that it has recorded in that step, and then gathers those of
-    all ranks.
+    Libraries sort the expert choices by it that they have recorded in that step, and then gather
+    those of all ranks.
     """
     # Transformer Engine's capture uses only the number of passes in the table.
     if session.pipeline is None or session.steps.is_capturing or num_model_chunks == 1:
         return original(num_microbatches, num_model_chunks, *args, **options)
-    libraries.gather_by_placement(session)
-    return libraries.schedule_table(session, num_microbatches, num_model_chunks)
+    adapt_frameworks(session)
+    runner = session.steps.runner
+    calls = runner.calls if isinstance(runner, PipelineRunner) else None
+    layers = session.pipeline.stage_map.layers
+    return schedule_table(calls, layers, num_microbatches, num_model_chunks)
 
 
 @replaces

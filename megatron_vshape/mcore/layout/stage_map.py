@@ -133,10 +133,9 @@ def check_deepstack(stage_map: StageMap, model: Any) -> None:
 def num_deepstack_levels(model: Any) -> int:
     """Return the number of layers of a library's model that add image features.
 
-    Megatron-Bridge and mcore-bridge state it in the config of the encoder, mbridge in the config
-    of the model.
+    Libraries state it in the config of the encoder, or in that of the model.
     """
-    if getattr(model, "language_model_only", False):  # mcore-bridge trains without the encoder
+    if getattr(model, "language_model_only", False):  # trained without the encoder
         return 0
     owners = (model, getattr(model, "hf_config", None), getattr(model, "thinker_config", None))
     encoders = (getattr(owner, "vision_config", None) for owner in owners)

@@ -308,15 +308,14 @@ def build_config(
 
 
 _COUNTS_CALLS = re.compile(r"logits_(save|load)_dir|use_(\w+_)?replay")
-"""Options of Megatron, slime and miles that store values in the order of forward calls."""
+"""Options of Megatron and of libraries that store values in the order of forward calls."""
 
 
 def _counts_calls(model: Any) -> bool:
     """Check for stored values that are paired with microbatches by call number.
 
-    In another order, a microbatch would get the values of another one. slime and miles store the
-    choices of routers (use_routing_replay) and of indexers (use_indexer_replay) this way, and name
-    further ones by the same pattern.
+    In another order, a microbatch would get the values of another one. Libraries store the choices
+    of routers (use_routing_replay) and of indexers (use_indexer_replay) this way.
     """
     return any(
         _COUNTS_CALLS.fullmatch(name) and value not in (None, False)

@@ -171,3 +171,35 @@ class ForwardCalls:
             return result
 
         return call
+
+
+def schedule_table(
+    calls: ForwardCalls | None, layers: Sequence[int], num_microbatches: int, num_chunks: int
+) -> list[tuple[int, int]]:
+    """Return (microbatch, chunk) of every forward call of the last step.
+
+    `layers` are those of the stages.
+
+    Raises:
+        UnsupportedError: That step had other calls, or its microbatches were reordered; or a stage
+            has no layers, and so no records.
+    """
+    empty = [str(stage) for stage, count in enumerate(layers) if not count]
+    if empty:
+        raise UnsupportedError(
+            f"recorded router replay needs expert choices of every stage, and stages "
+            f"{', '.join(empty)} of layer split {','.join(map(str, layers))} have no layers: give "
+            "--pipeline-layer-split with at least one layer per stage"
+        )
+    if calls is None or len(calls.ended) != num_microbatches * num_chunks:
+        raise UnsupportedError(
+            f"get_schedule_table is asked for {num_microbatches} microbatches and {num_chunks} "
+            f"chunks, and the last step had {len(calls.ended) if calls else 0} forward calls: it "
+            "is known for the last step alone. Sort recorded expert choices after each step"
+        )
+    if calls.order is not None:
+        raise UnsupportedError(
+            "recorded router replay does not support reordered microbatches, as libraries take "
+            "records for ascending ones. Add --pipeline-keep-order"
+        )
+    return calls.ended

@@ -465,7 +465,7 @@ class MegatronStage:
         step, microbatch = self.step, forward.microbatch
         if not self.is_last:
             self._check_output(output)
-            # Recomputed layers of Megatron-Bridge's Qwen3-VL return views, which cannot be freed.
+            # Recomputed layers of a library's model return views, which cannot be freed.
             output = make_viewless_tensor(output, output.requires_grad, keep_graph=True)
         step.num_tokens += num_tokens
         for hook in step.hooks:

@@ -1,9 +1,9 @@
 """A trainer's own loss of logits with vocabulary parallelism.
 
 Libraries for reinforcement learning call the model without labels, and compute log-probabilities
-and entropy from its logits: in the function that calls the model (verl), or in the loss function
-that it returns (slime). Their code supports the rows of a tensor-parallel rank and reduces over
-Megatron's tensor-parallel group. So in the F of the last stage, their function is stopped before it
+and entropy from its logits: in the function that calls the model or in the loss function that it
+returns. Their code supports the rows of a tensor-parallel rank and reduces over Megatron's
+tensor-parallel group. So in the F of the last stage, their function is stopped before it
 uses logits. In the LOGITS pass, every rank calls it again. Its call of the model then returns the
 logits of this rank's rows, and the ranks of pipeline and tensor parallelism together replace the
 tensor-parallel group. All ranks compute the same loss, and each has the gradient of its own logits.
@@ -65,9 +65,9 @@ class RanksOfRows:
     """The number of tensor-parallel ranks while the trainer's function runs in the LOGITS pass.
 
     Code that reads the number before the call of the model pads sequences to a multiple of it, and
-    may pad labels after the call (verl). It always gets the number of F. Other code has logits, and
-    assumes the full vocabulary if the number is 1 (ms-swift, ROLL). After the call it gets the
-    number of ranks that have rows.
+    may pad labels after the call. It always gets the number of F. Other code has logits, and
+    assumes the full vocabulary if the number is 1. After the call it gets the number
+    of ranks that have rows.
     """
 
     of_stage: int

@@ -9,8 +9,7 @@ called. A replacement returns the result of the vocabulary passes (`step`) to th
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -24,9 +23,6 @@ from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.layout.shared_vocabulary import FLAG
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.refusals import UnsupportedError
-
-Patch = Callable[[type, Callable[[], Mapping[str, Any]]], None]
-"""Sets attributes of a library's class once: the class, and a function that makes them."""
 
 
 class Shards(NamedTuple):
@@ -297,8 +293,8 @@ def _share_head(first: Any, model: Any, shards: Shards) -> None:
     )
     if ties:  # one weight, the rows of the embedding; the first chunk saves it
         model.tie_embeddings_and_output_weights_state_dict = lambda *args, **options: None
-        # Code that looks for either layer in the last chunk finds the same rows as unregistered
-        # attributes. Megatron-Bridge does this after it has loaded weights.
+        # Frameworks that look for either layer in the last chunk after they have loaded weights
+        # find the same rows as unregistered attributes.
         vars(head)["weight"] = first.embedding.word_embeddings.weight
         if not hasattr(model, "embedding"):
             vars(model)["embedding"] = first.embedding
@@ -311,32 +307,3 @@ def _share_head(first: Any, model: Any, shards: Shards) -> None:
     step = running_step_of(first)
     head.forward = _StopBeforeLogits(step)
     model.compute_language_model_loss = _KeepLabels(step)
-
-
-_MAPPING = "megatron.bridge.models.conversion.param_mapping"
-_ROWS = "embedding.word_embeddings.weight", "output_layer.weight"
-
-
-def convert_rows(patch: Patch) -> None:
-    """Make Megatron-Bridge load and export embedding rows that all pipeline ranks share.
-
-    Megatron-Bridge expects each weight on one stage, sharded over its tensor-parallel ranks. With
-    vocabulary parallelism, all ranks of the pipeline have consecutive shards. The patch applies
-    only if Megatron-Bridge builds the model.
-    """
-    mapping: Any = getattr(sys.modules.get(_MAPPING), "MegatronParamMapping", None)
-    if mapping is not None:
-        patch(mapping, lambda: _over_pipeline(mapping))
-
-
-def _over_pipeline(mapping: Any) -> Mapping[str, Any]:
-    tensor_group, pipeline_size = mapping.tp_group.fget, mapping.pp_size.fget
-
-    def tp_group(self: Any) -> Any:
-        is_shared = self.megatron_param.endswith(_ROWS)
-        return parallel_state.get_model_parallel_group() if is_shared else tensor_group(self)
-
-    def pp_size(self: Any) -> Any:
-        return 1 if self.megatron_param.endswith(_ROWS) else pipeline_size(self)
-
-    return {"tp_group": property(tp_group), "pp_size": property(pp_size)}
