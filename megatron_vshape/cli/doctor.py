@@ -285,7 +285,9 @@ def _refusals_by_feature() -> "Iterator[tuple[str, tuple[Refusal, ...]]]":
     from megatron_vshape.mcore.refusals import REFUSALS, By
     from megatron_vshape.mcore.setup.features import features
 
-    yield from ((feature.flag, feature.refusals) for feature in features() if feature.refusals)
+    for feature in features():
+        if feature.refusals:
+            yield feature.support.flag, feature.refusals
     yield "CUDA graphs of weight gradients (otherwise in B)", REFUSALS[By.SPLIT_GRAPHS]
 
 

@@ -18,7 +18,6 @@ from megatron_vshape.mcore.step.stage import (
     PassResults,
     PassRunner,
     StepContext,
-    StepHook,
 )
 from megatron_vshape.mcore.step_state import StepState, device_of
 
@@ -44,21 +43,20 @@ def test_step_connects_communicators_replaced_by_a_library() -> None:
     assert calls == ["reconnect", "expect"]
 
 
-class TwoOutputs(StepHook):
-    """Runs the passes of a model that returns two tensors."""
-
-    pass_runner = PassRunner(
-        lambda config, forward, backward: PassResults(
-            (torch.ones(2), torch.ones(1)), torch.tensor(0), None
-        ),
-        lambda output: iter(()),
-    )
+TWO_OUTPUTS = PassRunner(
+    lambda config, forward, backward: PassResults(
+        (torch.ones(2), torch.ones(1)), torch.tensor(0), None
+    ),
+    lambda output: iter(()),
+)
+"""Runs the passes of a model that returns two tensors."""
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_stage_with_several_output_tensors_is_rejected(forward_only: bool) -> None:
     step: Any = SimpleNamespace(
-        hooks=[TwoOutputs()],
+        hooks=[],
+        pass_runner=TWO_OUTPUTS,
         state=StepState(),
         config=None,
         pipeline=SimpleNamespace(choice=SimpleNamespace(name="v-half")),

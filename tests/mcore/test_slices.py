@@ -28,7 +28,7 @@ from megatron_vshape.mcore.features.slices.attention import KeysValues
 from megatron_vshape.mcore.features.slices.step import Slices
 from megatron_vshape.mcore.options import Options, options_in
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.setup.choice import narrowed, resolve_schedule
+from megatron_vshape.mcore.setup.choice import check_features, resolve_schedule
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.run_config import Settings
 from megatron_vshape.mcore.step_state import TokenRange
@@ -426,7 +426,7 @@ def auto_options(tmp_path: Path, host: float, **settings: Any) -> Options:
 @pytest.mark.parametrize(("host", "chosen"), [(1.0, 4), (60.0, 1)])
 def test_auto_chooses_slices_for_a_run(tmp_path: Path, host: float, chosen: int) -> None:
     package_options = auto_options(tmp_path, host)
-    choice = narrowed(
+    choice = check_features(
         Settings(Namespace(seq_length=48), resolve_schedule(package_options, 2), package_options)
     )
     assert choice.slices == (1, 2, 4, 8)
@@ -440,15 +440,16 @@ def test_auto_searches_only_valid_slice_counts(
     package_options = auto_options(tmp_path, 1.0)
     choice = resolve_schedule(package_options, 2)
     parts = {"sequence_parallel": True, "tensor_model_parallel_size": 2}
-    assert narrowed(
+    assert check_features(
         Settings(Namespace(seq_length=24, **parts), choice, package_options)
     ).slices == (1, 2, 4)
-    planner = Planner(narrowed(Settings(Namespace(), choice, package_options)))
+    planner = Planner(check_features(Settings(Namespace(), choice, package_options)))
     planner.narrow_slices((1, 2))
     assert planner.plan_step(2).schedule.slices == 2
     caplog.set_level("INFO")
     assert (
-        narrowed(Settings(Namespace(context_parallel_size=2), choice, package_options)).slices == 1
+        check_features(Settings(Namespace(context_parallel_size=2), choice, package_options)).slices
+        == 1
     )
     assert "microbatches stay whole: --pipeline-slices does not work with" in caplog.text
 

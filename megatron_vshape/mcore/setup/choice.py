@@ -142,17 +142,18 @@ def translate_and_check(
     translated = translate(model, choice.placement, options.layer_split)
     check(model, choice.name, choice.placement)
     settings = Settings(model, replace(choice, enabled=translated.enabled), options)
-    # Without their options, features accept everything, and `narrowed` returns the same choice.
-    for feature in features():
-        feature.check(settings)
-    choice = narrowed(settings)
+    choice = check_features(settings)
     return choice, replace(translated, warnings=tuple(known_to_lose(model, choice)))
 
 
-def narrowed(settings: Settings) -> ScheduleChoice:
-    """Return the choice without the alternatives (numbers of slices) that the model rules out."""
+def check_features(settings: Settings) -> ScheduleChoice:
+    """Return the choice without the alternatives (numbers of slices) that the model rules out.
+
+    Without their options, features accept everything, and return the same choice. Raises as
+    `Feature.check`.
+    """
     for feature in features():
-        settings = replace(settings, choice=feature.narrow(settings))
+        settings = Settings(settings.model, feature.check(settings), settings.options)
     return settings.choice
 
 
@@ -174,16 +175,7 @@ def known_to_lose(model: Any, choice: ScheduleChoice) -> Iterator[str]:
 
 
 def check_stages(settings: Settings, stage_map: StageMap, ties_ends: bool) -> None:
-    """Check the stages, and the options that depend on the placement.
-
-    Raises:
-        ScheduleError: Megatron does not support the ranks of the first and the last stage, or a
-            feature does not support the stages.
-        UnsupportedError: A feature does not support an option of the model.
-    """
-    # As above: each feature checks the stages only if the run uses it.
-    for feature in features():
-        feature.check_stages(settings, stage_map)
+    """Raise ScheduleError if Megatron or the model does not support the stages."""
     # Only Megatron-LM's trainer reads the data on rank 0 for all.
     if not settings.choice.loss_last:
         check_ends(stage_map)

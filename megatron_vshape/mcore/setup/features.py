@@ -12,18 +12,14 @@ from enum import StrEnum
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from megatron_vshape.mcore import features as home
 from megatron_vshape.mcore.hook import Hook
-from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.options import Options
-from megatron_vshape.mcore.refusals import Refusal
+from megatron_vshape.mcore.refusals import Refusal, check_refusals
 from megatron_vshape.mcore.setup.planned_step import PlannedStep
 from megatron_vshape.mcore.setup.run_config import RunConfig, ScheduleChoice, Settings
-
-if TYPE_CHECKING:  # it imports torch
-    pass
 
 
 class Maturity(StrEnum):
@@ -35,39 +31,40 @@ class Maturity(StrEnum):
     CPU = "CPU ranks only"
 
 
+class Support(NamedTuple):
+    """A feature in reports and tables."""
+
+    title: str
+    flag: str  # the option that enables the feature
+    maturity: Maturity = Maturity.CPU  # raised by a run in benchmarks/evidence.md or configs/costs
+    with_slices: bool = False  # whether a run may have sequence slices as well
+
+
 class Feature:
     """An optional feature of a schedule; the defaults do nothing.
 
     A method that rejects a run raises ScheduleError or UnsupportedError.
     """
 
-    title = ""  # name in reports
-    flag = ""  # the option that enables the feature, for reports
-    maturity = Maturity.CPU  # raised by a run, which benchmarks/evidence.md or configs/costs has
+    support: Support
     refusals: tuple[Refusal, ...] = ()  # options of Megatron that the feature rejects
-    supports_slices: bool = False  # whether a run may have sequence slices as well
 
     def label(self, settings: Settings) -> str | None:
         """Return the name of the feature for messages if the run uses it, else None."""
         return None
 
-    def requires_ours(self, options: Options) -> bool:
-        """Return whether the options enable the feature, which Megatron's schedules do not have."""
-        return False
-
     def configure(self, choice: ScheduleChoice, options: Options) -> ScheduleChoice:
         """Return the choice with the feature's options; raises for a value that does not fit."""
         return choice
 
-    def check(self, settings: Settings) -> None:
-        """Reject options that the feature does not support, before the stages are known."""
+    def check(self, settings: Settings) -> ScheduleChoice:
+        """Reject options that the feature does not support, before the stages have layers.
 
-    def narrow(self, settings: Settings) -> ScheduleChoice:
-        """Return the choice without alternatives that the model does not support."""
+        Returns the choice without alternatives that the model does not support.
+        """
+        if self.label(settings) is not None:
+            check_refusals(self.refusals, settings.model, self.support.flag)
         return settings.choice
-
-    def check_stages(self, settings: Settings, stage_map: StageMap) -> None:
-        """Reject stages that the feature does not support."""
 
     def notes(self, pipeline: RunConfig, plan: PlannedStep, local_ranks: int | None) -> str:
         """Return lines for the log about a plan, each after a line break."""
@@ -86,7 +83,7 @@ def maturities() -> list[tuple[str, str, Maturity]]:
     return [
         ("schedules with split backward", "--pipeline-schedule", Maturity.SHARED_GPU),
         ("CUDA graphs of weight gradients", "--pipeline-split-graphs", Maturity.SHARED_GPU),
-        *((feature.title, feature.flag, feature.maturity) for feature in features()),
+        *(feature.support[:3] for feature in features()),
     ]
 
 

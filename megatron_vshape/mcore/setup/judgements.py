@@ -76,7 +76,7 @@ def judgements() -> dict[str, Judged]:
         for name in rule.names:
             table[name] = Judged(_OUTCOMES[rule.outcome], rule.becomes)
     conditional_refusals = [
-        *((feature.flag, feature.refusals) for feature in features() if feature.refusals),
+        *((feature.support.flag, feature.refusals) for feature in features() if feature.refusals),
         *((by.value, REFUSALS[by]) for by in (By.RECORDING, By.SPLIT_GRAPHS)),
     ]
     for flag, refusals in conditional_refusals:

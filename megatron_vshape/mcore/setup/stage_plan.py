@@ -33,8 +33,8 @@ from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup.choice import (
     MOST_CHUNKS,
+    check_features,
     check_stages,
-    narrowed,
     resolve_schedule,
 )
 from megatron_vshape.mcore.setup.features import features
@@ -74,7 +74,10 @@ def plan_stages(
     if microbatches is None:
         return None
     settings = Settings(args, resolve_schedule(options, ranks), options)
-    settings = Settings(args, narrowed(settings), options)
+    try:
+        settings = Settings(args, check_features(settings), options)
+    except (ScheduleError, UnsupportedError):
+        return None  # unless a translated option is the reason, the checks of the run raise it
     sizes = sizes_of(option_reader(args), 0)
 
     def cut(stage_costs: Costs, num_stages: int, name: str) -> Costs:
@@ -127,12 +130,12 @@ def _supports(settings: Settings, placement: Placement) -> bool:
     """Return whether the layers of the model and the features support the placement."""
     args, options = settings.model, settings.options
     ties_ends = not getattr(args, "untie_embeddings_and_output_weights", True)
-    choice = replace(settings.choice, planned=placement)
+    settings = replace(settings, choice=replace(settings.choice, planned=placement))
     try:
-        layers, _ = specified_layers(args, placement, options.layer_split, choice.costs)
+        check_features(settings)
+        layers, _ = specified_layers(args, placement, options.layer_split, settings.choice.costs)
         if layers is not None:  # else they are balanced later, for the chosen placement
-            stage_map = StageMap(placement, layers)
-            check_stages(Settings(args, choice, options), stage_map, ties_ends)
+            check_stages(settings, StageMap(placement, layers), ties_ends)
     except (ScheduleError, UnsupportedError):
         return False
     return True
@@ -148,7 +151,7 @@ def _megatrons(request: PlanRequest, settings: Settings) -> Iterator[EvaluatedSc
         return
     if any(getattr(args, name, None) for name in _CHUNK_OPTIONS):
         return
-    if any(feature.requires_ours(options) for feature in features()):
+    if any(feature.label(settings) for feature in features()):
         return
     num_layers = sizes_of(option_reader(args), 0).num_layers
     counts = [request.num_microbatches, in_evaluation(args) or request.num_microbatches]

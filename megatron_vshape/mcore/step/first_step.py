@@ -45,8 +45,9 @@ class FirstStep(StepFeature):
 
     def begin(self, context: StepContext) -> StepHook | None:
         """Return the observing hook in the first training step."""
-        if self._is_over or self._look is not None or context.forward_only:
+        if self._is_over or context.forward_only:
             return None
+        self.clear()  # that of a step that was rolled back
         self._look = _Look(context)
         return self._look
 
@@ -63,10 +64,6 @@ class FirstStep(StepFeature):
             if dist.get_rank() == 0:
                 for text in warnings(stages):
                     logger.warning(text)
-
-    def drop_step(self) -> None:
-        """Observe the next step instead."""
-        self.clear()
 
     def clear(self) -> None:
         """Free the reference to the model."""

@@ -123,8 +123,6 @@ class PipelineRunner:
             check_one_module(self.pipeline.choice.name, p2p_communicator, call.pg_collection)
         # In every step: scripts and libraries change the config after all checks of arguments.
         check_config(call.config)
-        for step_feature in self._step_features:
-            step_feature.check(call)
         # If this rank fails, its error is sent to the ranks that wait for it, so that they report
         # the cause instead of a timeout.
         with _megatrons_timer(call.config), publishing_cause(TransportError):
@@ -168,11 +166,6 @@ class PipelineRunner:
             ),
             None,
         )
-
-    def drop_step(self) -> None:
-        """Drop the state of a step that is rolled back."""
-        for step_feature in self._step_features:
-            step_feature.drop_step()
 
     @property
     def observes_next(self) -> bool:

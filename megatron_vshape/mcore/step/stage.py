@@ -83,7 +83,6 @@ class StepHook:
     """
 
     makes_loss = False  # computes the loss instead of the F of the last stage
-    pass_runner: PassRunner | None = None  # runs the passes; it can overlap an F with a B
 
     def handlers(self) -> Mapping[Kind, Handler]:
         """Return the functions that run this feature's kinds of passes."""
@@ -178,6 +177,7 @@ class StepContext:
     # Of the features that act in this step: without options, none, and `FirstStep` in the first
     # one. They get the context, so they follow it.
     hooks: list[StepHook] = field(default_factory=list)
+    pass_runner: PassRunner | None = None  # of a feature; it can overlap an F with a B
     loss_store: list[Any] = field(default_factory=list)
     num_replayed: int = 0  # passes with CUDA graphs
     chunks: list[nn.Module] = field(init=False)  # the model chunks of this rank
@@ -254,11 +254,8 @@ class StepRequest(NamedTuple):
 class StepFeature:
     """A feature in all steps of a run; the defaults do nothing."""
 
-    def check(self, call: TrainerCall) -> None:
-        """Reject a step that the feature does not support, before it is prepared."""
-
     def prepare(self, request: StepRequest) -> StepRequest:
-        """Return the request with other data or a started step; all ranks call this."""
+        """Return the request with other data or a started step, or reject it; all ranks call it."""
         return request
 
     def change_data(self, call: TrainerCall, groups: Any, data: StepData) -> StepData:
@@ -266,13 +263,10 @@ class StepFeature:
         return data
 
     def begin(self, context: StepContext) -> StepHook | None:
-        """Return its hook in a step, or None."""
+        """Return its hook in a step, or None; an earlier step may have been rolled back."""
 
     def end(self, context: StepContext) -> None:
         """Called after the passes of a training step."""
-
-    def drop_step(self) -> None:
-        """Drop the state of a step that is rolled back."""
 
     def clear(self) -> None:
         """Free all state between steps."""
@@ -305,10 +299,7 @@ class MegatronStage:
     def __post_init__(self) -> None:
         """Choose the functions that run passes: those of a feature, or Megatron's."""
         # A feature's runner can overlap an F with a B (--overlap-moe-expert-parallel-comm).
-        self._feature_runner = next(
-            filter(None, (hook.pass_runner for hook in self.step.hooks)), None
-        )
-        runner = self._feature_runner
+        runner = self.step.pass_runner
         self._run_pass = run_by_megatron if runner is None else runner.run
 
     def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
@@ -332,7 +323,7 @@ class MegatronStage:
         `gradient` is the gradient that `work` receives. While memory is measured, the two passes
         run one after the other.
         """
-        runner = self._feature_runner
+        runner = self.step.pass_runner
         # Megatron's own step functions cannot overlap passes. While memory is measured, overlapped
         # passes would mix their allocations.
         if self.step.state.tracker is not None or runner is None:
@@ -516,7 +507,7 @@ class MegatronStage:
             return
         if output is not None:
             tracker.add_graph(output)
-            runner = self._feature_runner
+            runner = self.step.pass_runner
             for tensor in () if runner is None else runner.retained(output):
                 tracker.add(tensor)
                 tracker.add_graph(tensor)

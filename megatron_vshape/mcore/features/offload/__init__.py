@@ -13,11 +13,10 @@ from megatron_vshape.core.request import AUTO
 from megatron_vshape.mcore.layout.shared_vocabulary import FLAG
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import UnsupportedError, captures_graphs, uses_stash
-from megatron_vshape.mcore.setup.features import Feature, Maturity
+from megatron_vshape.mcore.setup.features import Feature, Maturity, Support
 from megatron_vshape.mcore.setup.run_config import Settings
 
 if TYPE_CHECKING:
-    from megatron_vshape.mcore.layout.stage_map import StageMap
     from megatron_vshape.mcore.setup.planned_step import PlannedStep
     from megatron_vshape.mcore.setup.run_config import RunConfig, ScheduleChoice
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
@@ -29,9 +28,7 @@ GIB, NAME = 2.0**30, "offload"
 class OffloadFeature(Feature):
     """Offloads the activations that the schedule file or the plan selects."""
 
-    title = "offloading"
-    flag = "--pipeline-schedule auto or FILE"
-    maturity = Maturity.ONE_RANK
+    support = Support("offloading", "--pipeline-schedule auto or FILE", Maturity.ONE_RANK)
 
     def label(self, settings: Settings) -> str | None:
         """Return a description if the run measures offloading."""
@@ -42,20 +39,20 @@ class OffloadFeature(Feature):
         limit_bytes = _host_limit_bytes(options.host_memory_limit_gib, choice)
         return replace(choice, moved_limit_bytes=limit_bytes)
 
-    def check(self, settings: Settings) -> None:
-        """Reject CUDA graphs and a paged stash of activations that may be offloaded."""
+    def check(self, settings: Settings) -> ScheduleChoice:
+        """Reject CUDA graphs and a paged stash of activations that may be offloaded.
+
+        Plans cannot combine the passes of vocabulary parallelism with copies.
+        """
         choice = settings.choice
         may_copy = choice.moves_memory or (NAME in choice.enabled and choice.name == AUTO)
         check_offloading(may_copy, settings.model, choice.name)
-
-    def check_stages(self, settings: Settings, stage_map: StageMap) -> None:
-        """Reject features whose passes the plans cannot combine with copies."""
-        choice = settings.choice
         if choice.shards_output_layer and (choice.moves_memory or NAME in choice.enabled):
             raise UnsupportedError(
                 f"{FLAG} does not work with offloading of activations: the combination is not "
                 "implemented. Remove one of the two"
             )
+        return choice
 
     def notes(self, pipeline: RunConfig, plan: PlannedStep, local_ranks: int | None) -> str:
         """Return the offloaded memory and, if known, whether the host has enough memory."""

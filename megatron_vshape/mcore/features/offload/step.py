@@ -55,6 +55,8 @@ class OffloadSteps(StepFeature):
 
     def begin(self, context: StepContext) -> StepHook | None:
         """Create the StepHook that offloads in this step, or return None."""
+        if self._offload is not None:
+            self._offload.forget()  # the activations of a step that was rolled back
         choice = context.pipeline.choice
         offloads = context.program.schedule.copies
         self._learns = False
@@ -73,11 +75,6 @@ class OffloadSteps(StepFeature):
         """Measure memory again after a step that selected tensors to offload: it retains more."""
         if self._learns:
             self._report.remeasure()
-
-    def drop_step(self) -> None:
-        """Drop the offloaded activations."""
-        if self._offload is not None:
-            self._offload.forget()
 
     def clear(self) -> None:
         """Free the host memory as well."""

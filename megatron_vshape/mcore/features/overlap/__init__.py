@@ -20,13 +20,12 @@ from megatron_vshape.mcore.refusals import (
     is_one_of,
     rejection,
 )
-from megatron_vshape.mcore.setup.features import Feature
+from megatron_vshape.mcore.setup.features import Feature, Support
 from megatron_vshape.mcore.setup.run_config import Settings
 
 if TYPE_CHECKING:
-    from megatron_vshape.mcore.layout.stage_map import StageMap
     from megatron_vshape.mcore.setup.planned_step import PlannedStep
-    from megatron_vshape.mcore.setup.run_config import RunConfig
+    from megatron_vshape.mcore.setup.run_config import RunConfig, ScheduleChoice
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.stage import StepFeature
 
@@ -192,15 +191,14 @@ def check_script(forward_step_func: Callable[..., Any]) -> None:
 class OverlapFeature(Feature):
     """Rejects options and schedules that layer plans do not support."""
 
-    title = "MoE communication overlap"
-    flag = _OVERLAP
+    support = Support("MoE communication overlap", _OVERLAP)
     refusals = REFUSALS
 
     def label(self, settings: Settings) -> str | None:
         """Return a description if the schedule file has overlapped passes."""
         return "overlapped passes" if settings.choice.has_overlap else None
 
-    def check_stages(self, settings: Settings, stage_map: StageMap) -> None:
+    def check(self, settings: Settings) -> ScheduleChoice:
         """Reject options that layer plans do not support, and overlapped passes without them."""
         model, choice = settings.model, settings.choice
         check_layer_plans(model, choice.placement)
@@ -209,6 +207,7 @@ class OverlapFeature(Feature):
                 f"schedule {choice.name} overlaps forward and backward: add {_OVERLAP}, or choose "
                 "another"
             )
+        return choice
 
     def check_chunks(self, pipeline: RunConfig, rank: int, chunks: Sequence[Any]) -> None:
         """Reject an encoder, which the layer plans of its model omit."""
@@ -228,8 +227,10 @@ class OverlapFeature(Feature):
 FEATURE = OverlapFeature()
 
 
-def in_steps(runner: PipelineRunner) -> StepFeature:
+def in_steps(runner: PipelineRunner) -> StepFeature | None:
     """Return the runner of layer plans."""
+    if not runner.pipeline.choice.may_overlap:
+        return None
     from megatron_vshape.mcore.features.overlap.layer_plans import OverlappedSteps
 
-    return OverlappedSteps(runner.pipeline.choice.may_overlap)
+    return OverlappedSteps()

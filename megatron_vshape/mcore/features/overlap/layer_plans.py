@@ -30,8 +30,7 @@ from megatron_vshape.mcore.step.stage import (
     PassRunner,
     StepContext,
     StepFeature,
-    StepHook,
-    TrainerCall,
+    StepRequest,
 )
 from megatron_vshape.runtime.weight_jobs import WeightJobs
 
@@ -109,30 +108,20 @@ def _retained_tensors(output: Tensor) -> Iterator[Tensor]:
                     yield tensor
 
 
-class LayerPlans(StepHook):
-    """Runs the passes of a step by layer plans."""
-
-    pass_runner = PassRunner(_run_by_layers, _retained_tensors)
-
-
 class OverlappedSteps(StepFeature):
-    """Runs training steps by layer plans."""
+    """Runs training steps by layer plans, if the run uses them."""
 
-    def __init__(self, uses_plans: bool) -> None:
-        """Set whether the run uses layer plans."""
-        self._uses_plans = uses_plans
-
-    def check(self, call: TrainerCall) -> None:
+    def prepare(self, request: StepRequest) -> StepRequest:
         """Reject a script whose forward step cannot return a layer plan."""
-        if self._uses_plans and not call.forward_only:
+        if not request.call.forward_only:
             with refusing():
-                check_script(call.forward_step_func)
+                check_script(request.call.forward_step_func)
+        return request
 
-    def begin(self, context: StepContext) -> StepHook | None:
-        """Return the runner of the passes; evaluation runs them alone."""
-        if self._uses_plans and not context.forward_only:
-            return LayerPlans()
-        return None
+    def begin(self, context: StepContext) -> None:
+        """Set the runner of the passes; evaluation runs them alone."""
+        if not context.forward_only:
+            context.pass_runner = PassRunner(_run_by_layers, _retained_tensors)
 
 
 def _build_plan(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron_vshape.mcore.hook import Hook
-from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import (
     BATCH_SIZES,
     FP4,
@@ -18,7 +17,7 @@ from megatron_vshape.mcore.refusals import (
     is_given,
     other_than,
 )
-from megatron_vshape.mcore.setup.features import Feature
+from megatron_vshape.mcore.setup.features import Feature, Support
 from megatron_vshape.mcore.setup.run_config import Settings
 
 if TYPE_CHECKING:
@@ -96,22 +95,12 @@ def check_config(config: Any) -> None:
 class PostValidationFeature(Feature):
     """Rejects options of iterations that cannot be repeated, or that all ranks end together."""
 
-    title = "post-validation"
-    flag = FLAG
+    support = Support("post-validation", FLAG)
     refusals = REFUSALS
 
     def label(self, settings: Settings) -> str | None:
         """Return the flag if it is given."""
         return FLAG if settings.options.post_validates else None
-
-    def requires_ours(self, options: Options) -> bool:
-        """Return whether the flag is given."""
-        return options.post_validates
-
-    def check(self, settings: Settings) -> None:
-        """Reject options that post-validation does not support."""
-        if settings.options.post_validates:
-            check_refusals(REFUSALS, settings.model, FLAG)
 
     def hooks(self) -> tuple[Hook, ...]:
         """Return the feature's replacements of Megatron's attributes."""

@@ -96,21 +96,18 @@ class EarlyStart(StepFeature):
         # the next step starts them again.
         finish_gathering(context.chunks)
         context.hooks.clear()  # as at the end of a step
-        self._runner.drop_step()
         for replay in self._replays:
             replay.rewind()
         early_step.random_state.restore()
-
-    def check(self, call: TrainerCall) -> None:
-        """Reject options that a script has set only in the config."""
-        check_config(call.config)
 
     def prepare(self, request: StepRequest) -> StepRequest:
         """Return the requested step if it was started early; roll back another one that was.
 
         An evaluation may follow a step that was started early: its microbatches, random numbers and
-        messages belong to the next training step.
+        messages belong to the next training step. Options that a script has set only in the config
+        are rejected here.
         """
+        check_config(request.call.config)
         early_step = self._early_step
         if request.call.forward_only or (
             early_step is not None and early_step.step.context.call != request.call

@@ -28,7 +28,7 @@ from megatron_vshape.mcore.refusals import (
     is_one_of,
     parts_of,
 )
-from megatron_vshape.mcore.setup.features import Feature, features
+from megatron_vshape.mcore.setup.features import Feature, Support, features
 from megatron_vshape.mcore.setup.run_config import Settings
 from megatron_vshape.mcore.setup.slices import check_sequence, even_slices
 
@@ -159,27 +159,26 @@ def check_slices(
 class SlicesFeature(Feature):
     """Runs a microbatch in slices, whose number is given or chosen with the schedule."""
 
-    title = "sequence slices"
-    flag = FLAG
+    support = Support("sequence slices", FLAG, with_slices=True)
     refusals = REFUSALS
 
-    def requires_ours(self, options: Options) -> bool:
-        """Return whether a number of slices is given."""
-        return options.slices not in (1, AUTO)
+    def label(self, settings: Settings) -> str | None:
+        """Return the flag if a microbatch has several slices."""
+        slices = settings.choice.slices
+        return FLAG if isinstance(slices, int) and slices > 1 else None
 
     def configure(self, choice: ScheduleChoice, options: Options) -> ScheduleChoice:
         """Return the choice with the number of slices of the option or the schedule file."""
         return replace(choice, slices=_slices(options, choice))
 
-    def check(self, settings: Settings) -> None:
-        """Reject options that a given number of slices does not support."""
-        if isinstance(settings.choice.slices, int):
-            check_slices(settings.choice.slices, settings.model, _other_features(settings))
+    def check(self, settings: Settings) -> ScheduleChoice:
+        """Reject options that a given number of slices does not support.
 
-    def narrow(self, settings: Settings) -> ScheduleChoice:
-        """Return the choice with the numbers of slices that auto may choose for this model."""
+        Returns the choice with the numbers of slices that auto may choose for this model.
+        """
         model, choice = settings.model, settings.choice
         if isinstance(choice.slices, int):
+            check_slices(choice.slices, model, _other_features(settings))
             return choice
         try:
             check_slices(max(choice.slices), model, _other_features(settings), equal_slices=False)
@@ -223,7 +222,8 @@ def share_slices(state: StepState, chunks: Sequence[Any], choice: ScheduleChoice
 
 def _other_features(settings: Settings) -> list[str]:
     """Return the names of what slices do not support in this run: other features, profiling."""
-    labels = [feature.label(settings) for feature in features() if not feature.supports_slices]
+    others = (feature for feature in features() if not feature.support.with_slices)
+    labels = [feature.label(settings) for feature in others]
     profiles = "--pipeline-profile-iterations or --pipeline-trace"
     return [*filter(None, labels), *[profiles] * (settings.options.profile_steps is not None)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_vshape.mcore.setup.features import Feature
+from megatron_vshape.mcore.setup.features import Feature, Support
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 class VariableLengthFeature(Feature):
     """Reorders variable-length microbatches."""
 
-    title = "order of variable-length microbatches"
-    flag = "--pipeline-schedule auto"
+    support = Support("order of variable-length microbatches", "--pipeline-schedule auto")
 
 
 FEATURE = VariableLengthFeature()

@@ -20,7 +20,7 @@ from megatron_vshape.mcore.refusals import (
     each_of,
     is_given,
 )
-from megatron_vshape.mcore.setup.features import Feature
+from megatron_vshape.mcore.setup.features import Feature, Support
 from megatron_vshape.mcore.setup.run_config import Settings
 
 if TYPE_CHECKING:
@@ -86,8 +86,7 @@ def check_model_options(model: Any) -> None:
 class VocabularyFeature(Feature):
     """Shares the vocabulary if the option or the schedule file does."""
 
-    title = "vocabulary parallelism"
-    flag = FLAG
+    support = Support("vocabulary parallelism", FLAG)
     refusals = REFUSALS
 
     def label(self, settings: Settings) -> str | None:
@@ -96,27 +95,18 @@ class VocabularyFeature(Feature):
             return FLAG
         return "vocabulary parallelism" if settings.choice.shards_output_layer else None
 
-    def requires_ours(self, options: Options) -> bool:
-        """Return whether the flag is given."""
-        return options.vocab_parallel
-
     def configure(self, choice: ScheduleChoice, options: Options) -> ScheduleChoice:
         """Return the choice with the option; a schedule file with vocabulary passes implies it."""
         file = choice.from_file
         shares = options.vocab_parallel or (file is not None and is_shared(file))
         return replace(choice, shards_output_layer=shares)
 
-    def check(self, settings: Settings) -> None:
-        """Reject options that vocabulary parallelism does not support."""
-        if settings.choice.shards_output_layer:
-            check_model_options(settings.model)
-
     def check_chunks(self, pipeline: RunConfig, rank: int, chunks: Sequence[Any]) -> None:
         """Reject changes of embedding, output layer and loss, whose forward does not run."""
         if pipeline.choice.shards_output_layer:
             from megatron_vshape.mcore.features.vocabulary.model import check_ends
 
-            check_encoder(chunks, self.flag, "it uses the embedding of the first stage")
+            check_encoder(chunks, FLAG, "it uses the embedding of the first stage")
             ends = pipeline.ends(rank, 0)[0], pipeline.ends(rank, len(chunks) - 1)[1]
             check_ends(chunks[0], chunks[-1], ends)
 

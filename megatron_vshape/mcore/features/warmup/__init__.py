@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import (
     LENGTHS,
     Refusal,
     UnsupportedError,
     captures_graphs,
-    check_refusals,
     uses_stash,
 )
-from megatron_vshape.mcore.setup.features import Feature
-from megatron_vshape.mcore.setup.run_config import Settings
+from megatron_vshape.mcore.setup.features import Feature, Support
+from megatron_vshape.mcore.setup.run_config import ScheduleChoice, Settings
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
@@ -42,30 +40,22 @@ REFUSALS = (
 class WarmupFeature(Feature):
     """Rejects state that the warm-up cannot restore."""
 
-    title = "warm-up"
-    flag = FLAG
+    support = Support("warm-up", FLAG, with_slices=True)
     refusals = REFUSALS
-    supports_slices = True
 
     def label(self, settings: Settings) -> str | None:
         """Return the flag if it is given."""
         return FLAG if settings.options.warmup else None
 
-    def requires_ours(self, options: Options) -> bool:
-        """Return whether the flag is given."""
-        return options.warmup
-
-    def check(self, settings: Settings) -> None:
+    def check(self, settings: Settings) -> ScheduleChoice:
         """Reject options with state that the warm-up cannot restore."""
-        if not settings.options.warmup:
-            return
-        check_refusals(REFUSALS, settings.model, FLAG)
-        moves_memory = settings.choice.moves_memory
-        if moves_memory or settings.options.post_validates:
+        choice, moves_memory = super().check(settings), settings.choice.moves_memory
+        if settings.options.warmup and (moves_memory or settings.options.post_validates):
             name = "offloading" if moves_memory else "--optimizer-post-validation"
             raise UnsupportedError(
                 f"{FLAG} does not support {name}, whose state it cannot restore: remove {FLAG}"
             )
+        return choice
 
 
 FEATURE = WarmupFeature()

@@ -60,7 +60,6 @@ class Warmup(StepFeature):
             run.finish()
         finish_gathering(trial.chunks)
         snapshot.restore()
-        self._runner.drop_step()
         for replay in replays:
             replay.rewind()
         trial.transport.warm_up()
