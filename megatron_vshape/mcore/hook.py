@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 ABSENT = object()
@@ -80,6 +80,12 @@ Release = tuple[int, int]
 """Major and minor version of megatron-core."""
 
 
+def release() -> Release:
+    """Return the installed release."""
+    major, minor, *_ = importlib.import_module("megatron.core").__version__.split(".")
+    return int(major), int(minor)
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """An attribute of Megatron that this package uses: `attribute` of `module`.
@@ -133,11 +139,17 @@ class Hook(Target):
     """A replaced attribute; `replacement` gets the session and the original."""
 
     replacement: Callable[[Session, Any], Any]
-    # Releases that must have it. In other releases it may be absent, and is replaced if present.
+    # The first release that must have it. In earlier ones it may be absent.
     since: Release = (0, 0)
-    until: Release = (999, 0)
+    former_module: str = ""  # the module that has it in earlier releases
     everywhere: bool = False  # replaced also in modules that have imported it by name
     only_with_pipeline: bool = False  # replaced only while a schedule of this package is chosen
+
+    def owner(self) -> Any:
+        """Return the module or class that has the attribute, or None if it does not exist."""
+        if self.former_module and release() < self.since:
+            return Target.owner(replace(self, module=self.former_module))
+        return Target.owner(self)
 
 
 def replaces_always(stand_in: Function) -> Function:

@@ -467,17 +467,15 @@ _STATE = "megatron.core.parallel_state"
 _UTILS = "megatron.core.pipeline_parallel.utils"
 
 HOOKS = (
-    *(
-        Hook(
-            module,
-            "select_pipeline_segment",
-            ("main_pattern", "pp_group", "vp_stage"),
-            "gives a stage its part of a hybrid model's pattern of layers, wherever the stage is",
-            select_pipeline_segment,
-            since=since,
-            until=until,
-        )
-        for module, since, until in hybrid.PLACES
+    Hook(
+        "megatron.core.models.hybrid.hybrid_layer_allocation",
+        "select_pipeline_segment",
+        ("main_pattern", "pp_group", "vp_stage"),
+        "gives a stage its part of a hybrid model's pattern of layers, wherever the stage is",
+        select_pipeline_segment,
+        since=(0, 18),
+        former_module="megatron.core.ssm.mamba_hybrid_layer_allocation",
+        everywhere=True,
     ),
     Hook(
         "megatron.core.transformer.transformer_config",

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron import core  # an attribute of its package only once it has been imported
 
-from megatron_vshape.mcore.hook import ABSENT, Dependency, Hook, Release, Replaced, Target
+from megatron_vshape.mcore.hook import ABSENT, Dependency, Hook, Replaced, Target, release
 from megatron_vshape.mcore.hooks.core_hooks import HOOKS as STAGE_HOOKS
 from megatron_vshape.mcore.hooks.optimizer_state import HOOKS as CHECKPOINT_HOOKS
 from megatron_vshape.mcore.hooks.session import HOOKS as STEP_HOOKS
@@ -153,6 +153,24 @@ PROBES = (
         "MTPLossLoggingHelper.tracker",
         (),
         "has the losses of multi-token prediction, which another rank logs",
+    ),
+    *(
+        Dependency(_TRAINING, name, expects, reason)
+        for name, expects, reason in (
+            ("print_rank_last", ("message",), "prints an iteration's line, which gets the bubble"),
+            (
+                "report_theoretical_memory",
+                ("args",),
+                "estimates the memory of Megatron's schedules only, which is omitted",
+            ),
+            *(
+                (name, expects, "is a barrier after a step (not with --optimizer-post-validation)")
+                for name, expects in (
+                    ("logical_and_across_model_parallel_group", ("input",)),
+                    ("reduce_max_stat_across_model_parallel_group", ("stat",)),
+                )
+            ),
+        )
     ),
     # `step.gradient_sync` starts the reductions of DDP's bucket groups itself.
     Dependency(
@@ -316,7 +334,7 @@ def _absence(record: Target) -> str | None:
     does = "calls"
     if isinstance(record, Hook):
         does = "hooks"
-        if not record.since <= _release() <= record.until:
+        if release() < record.since:
             return None
     # Libraries may install megatron.core without the trainer.
     if record.module.startswith(_TRAINER) and _why_no_trainer() is not None:
@@ -358,8 +376,3 @@ def _unset(record: Target, original: Any) -> str | None:
 
 def _version() -> str:
     return f"megatron-core {core.__version__}"
-
-
-def _release() -> Release:
-    major, minor, *_ = core.__version__.split(".")
-    return int(major), int(minor)

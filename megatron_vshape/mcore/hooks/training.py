@@ -9,6 +9,7 @@ import functools
 import inspect
 import logging
 import os
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -369,25 +370,14 @@ def training_log(session: Session, original: Function, *args: Any, **options: An
         size_layer_losses(get_args())
         meter = session.steps.runner.meter
     number = inspect.signature(original).bind(*args, **options).arguments["iteration"]
-    with session.steps.iteration_log.iteration(meter, number):
+    log, trainer = session.steps.iteration_log, sys.modules[original.__module__]
+    print_line = trainer.print_rank_last
+    with log.iteration(meter, number), Replaced() as replaced:
+        # The metrics are appended to Megatron's line, and sent to TensorBoard and W&B with it.
+        replaced.put(trainer, "print_rank_last", lambda line: print_line(log.complete(line)))
+        if session.pipeline is not None:  # the estimate does not support this package's schedules
+            replaced.put(trainer, "report_theoretical_memory", lambda *_, **__: None)
         return original(*args, **options)
-
-
-@replaces
-def print_rank_last(session: Session, original: Function, message: Any) -> Any:
-    """Append this package's metrics to the iteration's log line, TensorBoard and W&B."""
-    if session.steps.iteration_log is not None:
-        message = session.steps.iteration_log.complete(message)
-    return original(message)
-
-
-@replaces
-def report_theoretical_memory(
-    session: Session, original: Function, *args: Any, **options: Any
-) -> None:
-    """Skip Megatron's memory estimate, which does not support this package's schedules."""
-    if session.pipeline is None:
-        original(*args, **options)
 
 
 def _print_line(line: str | None) -> None:
@@ -434,18 +424,15 @@ HOOKS = (
         validate_args,
         everywhere=True,
     ),
-    *(
-        Hook(
-            module,
-            "core_transformer_config_from_args",
-            ("args",),
-            "puts the layers of every stage on the config, where Megatron asks for them",
-            core_transformer_config_from_args,
-            since=since,
-            everywhere=True,
-        )
-        # 0.18 moved the function; the old module still has the name.
-        for module, since in ((_ARGUMENTS, (0, 0)), ("megatron.training.argument_utils", (0, 18)))
+    Hook(
+        "megatron.training.argument_utils",
+        "core_transformer_config_from_args",
+        ("args",),
+        "puts the layers of every stage on the config, where Megatron asks for them",
+        core_transformer_config_from_args,
+        since=(0, 18),
+        former_module=_ARGUMENTS,
+        everywhere=True,
     ),
     Hook(
         _TRAINING,
@@ -488,22 +475,8 @@ HOOKS = (
         _TRAINING,
         "training_log",
         ("iteration",),
-        "measures the bubble of the iteration that is logged",
+        "adds the bubble of an iteration to its line, to TensorBoard and to W&B",
         training_log,
-    ),
-    Hook(
-        _TRAINING,
-        "print_rank_last",
-        ("message",),
-        "adds the bubble to an iteration's line, to TensorBoard and to W&B",
-        print_rank_last,
-    ),
-    Hook(
-        _TRAINING,
-        "report_theoretical_memory",
-        ("args",),
-        "omits an estimate that supports Megatron's schedules only",
-        report_theoretical_memory,
     ),
     Hook(
         "megatron.training.models.dist_utils",

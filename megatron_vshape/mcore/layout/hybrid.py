@@ -14,12 +14,6 @@ from megatron_vshape.core.model.kinds import ScheduleError
 FLAG, OPTION = "--hybrid-layer-pattern", "hybrid_layer_pattern"
 BEGINS_STAGE, BEGINS_MTP = "|", "/"
 
-PLACES = (
-    ("megatron.core.models.hybrid.hybrid_layer_allocation", (0, 18), (999, 0)),
-    ("megatron.core.ssm.mamba_hybrid_layer_allocation", (0, 0), (0, 19)),  # from 0.18 on a copy
-)
-"""Where Megatron decides which part of the pattern a stage has, and from which release to which."""
-
 
 def parts(pattern: str) -> tuple[int, ...]:
     """Count the layers between the `|` of a pattern; of all of them, if it has none."""

@@ -16,7 +16,7 @@ from megatron_vshape.mcore.features.post_validation.optimizer import (
     check_optimizer,
     why_no_gain,
 )
-from megatron_vshape.mcore.hook import Function, Hook, Session, replaces
+from megatron_vshape.mcore.hook import Function, Hook, Replaced, Session, replaces
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 from megatron_vshape.mcore.step.rewind import RandomState, Replay, finish_gathering
 from megatron_vshape.mcore.step.stage import (
@@ -50,16 +50,38 @@ class EarlyStart(StepFeature):
         self._cached_prefix: tuple[Program, tuple[Program, StopPoint]] | None = None
         self._replays: list[Replay] = []
         self.validation: PostValidation | None = None  # set during training
+        self._replaced = Replaced()  # functions of the trainer, during training
 
     def begin_training(self, optimizer: Any, args: Namespace) -> str | None:
         """Validate steps after they are made; return a warning if this gains nothing."""
         check_optimizer(optimizer)
         self.validation = PostValidation(self.start_next, self.roll_back)
+        self._skip_barriers()
         return why_no_gain(args)
+
+    def _skip_barriers(self) -> None:
+        """Skip the trainer's all-reduces of values that a validated step gives all ranks."""
+        from megatron.training import training  # libraries without it load this module, too
+
+        all_true = training.logical_and_across_model_parallel_group
+        largest = training.reduce_max_stat_across_model_parallel_group
+
+        def logical_and(value: bool, *args: Any, **options: Any) -> bool:
+            return bool(value or all_true(value, *args, **options))
+
+        def max_stat(stat: Any, *args: Any, **options: Any) -> Any:
+            if stat is None:
+                return largest(stat, *args, **options)
+            return torch.tensor([stat], dtype=torch.float32).item()  # as the all-reduce rounds
+
+        put = self._replaced.put
+        put(training, "logical_and_across_model_parallel_group", logical_and)
+        put(training, "reduce_max_stat_across_model_parallel_group", max_stat)
 
     def end_training(self) -> str | None:
         """Drop a step that was started early, and return a summary of the predictions."""
         validation, self.validation = self.validation, None
+        self._replaced.undo()
         if validation is None:
             return None
         validation.end()
@@ -139,6 +161,7 @@ class EarlyStart(StepFeature):
 
     def clear(self) -> None:
         """Drop the data of the last step and of the next one."""
+        self._replaced.undo()
         self._last, self._early_step, self._replays = None, None, []
 
     def _prefix_of(self, program: Program) -> Program:
@@ -172,28 +195,6 @@ def optimizer_step(
     return validation.step(optimizer, original)
 
 
-@replaces
-def logical_and_across_model_parallel_group(
-    session: Session, original: Function, input: bool, *args: Any, **options: Any
-) -> bool:
-    """Skip the all-reduce: the validated step has given all ranks the same value."""
-    if _validation(session) is None or not input:
-        return bool(original(input, *args, **options))
-    return True
-
-
-@replaces
-def reduce_max_stat_across_model_parallel_group(
-    session: Session, original: Function, stat: Any, *args: Any, **options: Any
-) -> Any:
-    """Skip the all-reduce of a value that all ranks have; round to fp32 as the all-reduce does."""
-    if _validation(session) is None or stat is None:
-        return original(stat, *args, **options)
-    return torch.tensor([stat], dtype=torch.float32).item()
-
-
-_TRAINING = "megatron.training.training"
-
 HOOKS = (
     Hook(
         "megatron.core.optimizer.optimizer",
@@ -201,19 +202,5 @@ HOOKS = (
         ("self",),
         "steps before the gradient norm of all ranks is known (--optimizer-post-validation)",
         optimizer_step,
-    ),
-    Hook(
-        _TRAINING,
-        "logical_and_across_model_parallel_group",
-        ("input",),
-        "puts no barrier after a step that is validated (--optimizer-post-validation)",
-        logical_and_across_model_parallel_group,
-    ),
-    Hook(
-        _TRAINING,
-        "reduce_max_stat_across_model_parallel_group",
-        ("stat",),
-        "puts no barrier after a step that is validated (--optimizer-post-validation)",
-        reduce_max_stat_across_model_parallel_group,
     ),
 )
