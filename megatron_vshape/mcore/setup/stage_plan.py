@@ -14,6 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 from megatron_vshape.core.check.bounds import LimitError
+from megatron_vshape.core.model.amounts import STATE_BYTES
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.pieces import recut
@@ -68,7 +69,7 @@ def plan_stages(
     """
     ranks, costs = args.pipeline_model_parallel_size, options.costs()
     limits_state = isinstance(options.memory_limit_gib, float)
-    if ranks == 1 or costs is None or (limits_state and costs.state_bytes is None):
+    if ranks == 1 or costs is None or (limits_state and STATE_BYTES not in costs.by_stage):
         return None
     microbatches = None if _defines_layers(args) else in_training(args)
     if microbatches is None:
