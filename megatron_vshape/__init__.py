@@ -45,8 +45,9 @@ _HOMES = {
     "core.check.verify": "verify",
     "core.model.costs": "Costs",
     "core.model.kinds": "ScheduleError",
-    "core.model.schedule": "Plan Schedule Timeline load_schedule",
+    "core.model.schedule": "Schedule Timeline load_schedule",
     "core.paper.catalogue": "make",
+    "core.planner.result": "Plan",
     "core.planner.search": "plan",  # without the baselines of plan_request
     "core.program.lowering": "lower",
     "runtime.p2p": "Transport",

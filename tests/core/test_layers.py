@@ -131,10 +131,10 @@ def test_offload_costs_scale_with_layers() -> None:
     rebuilt = pieces.costs(layers)
     assert rebuilt.copies
     assert rebuilt.held_after_forward_bytes == pytest.approx(stage_costs.held_after_forward_bytes)
-    assert rebuilt.others.keys() == stage_costs.others.keys()
-    for amount, expected in stage_costs.others.items():
-        assert rebuilt.others[amount] == pytest.approx(expected)
+    assert rebuilt.extra_amounts.keys() == stage_costs.extra_amounts.keys()
+    for amount, expected in stage_costs.extra_amounts.items():
+        assert rebuilt.extra_amounts[amount] == pytest.approx(expected)
     moved = pieces.costs((2, 2, 2, 2))
-    copied_us = moved.others[COPY_OUT.time]
+    copied_us = moved.extra_amounts[COPY_OUT.time]
     assert copied_us[1] == pytest.approx(copied_us[2])
-    assert copied_us[1] == pytest.approx(stage_costs.others[COPY_OUT.time][1] * 2 / 3)
+    assert copied_us[1] == pytest.approx(stage_costs.extra_amounts[COPY_OUT.time][1] * 2 / 3)

@@ -238,7 +238,10 @@ def test_costs_have_amounts_of_all_kinds_of_passes() -> None:
     }
     costs = Costs.uniform(2, 4)
     lookups = costs.having(logits_us=(1.0,) * 4, copy_out_us=(2.0,) * 4)
-    assert [*lookups.others.items()] == [(COPY_OUT.time, (2.0,) * 4), (LOGITS.time, (1.0,) * 4)]
+    assert [*lookups.extra_amounts.items()] == [
+        (COPY_OUT.time, (2.0,) * 4),
+        (LOGITS.time, (1.0,) * 4),
+    ]
     assert lookups.without([LOGITS.time, COPY_OUT.time]) == costs
     with pytest.raises(ScheduleError, match="no kind of pass has 'lookups_us'"):
         costs.having(lookups_us=(1.0,) * 4)

@@ -253,7 +253,7 @@ def test_costs_distribute_embedding_and_head() -> None:
 def test_plan_supports_vocabulary_parallelism() -> None:
     costs = Costs.uniform(4, 8, 1, 1.15, 0.85, 0.05)
     schedule = plan(costs, 4, 12, 6, steps=10_000, placements=[v_shape(4)]).schedule
-    stage_costs = costs.having(costs_of(schedule).others)
+    stage_costs = costs.having(costs_of(schedule).extra_amounts)
     shared = share_vocabulary(schedule, stage_costs)
     verify(shared)
     lower(shared, kernels=True)
@@ -293,7 +293,9 @@ def test_shared_costs_give_a_vocabulary_parallel_plan() -> None:
     ]
     assert result.plan.value <= min(inside)
     # Embedding and head are distributed over all devices, each with two stages.
-    ends = sum(result.costs.others[time_us][0] for time_us in (LOGITS.time, HEAD_WEIGHT.time))
+    ends = sum(
+        result.costs.extra_amounts[time_us][0] for time_us in (LOGITS.time, HEAD_WEIGHT.time)
+    )
     assert result.plan.value >= result.plan.lower_bound > 12 * (2 * 3 + ends)
     assert result.searched_bound >= 12 * (2 * 3 + ends)
 
@@ -319,9 +321,9 @@ def test_vocabulary_share_is_independent_of_stage_count() -> None:
     costs = vocabulary_request(9.0).costs
     assert costs is not None
     coarse, finer = regroup(costs, 4, "a plan"), recut(costs, 16, 4, "a plan", 16)
-    for amount, (value, *_) in costs.others.items():
-        assert coarse.others[amount] == (value,) * 4
-        assert finer.others[amount] == (value,) * 16
+    for amount, (value, *_) in costs.extra_amounts.items():
+        assert coarse.extra_amounts[amount] == (value,) * 4
+        assert finer.extra_amounts[amount] == (value,) * 16
     assert coarse.forward_us == tuple(2 * forward_us for forward_us in costs.forward_us[:4])
     timelines = [
         simulate(share_vocabulary(make(name, 4, 8), stage_costs), stage_costs)

@@ -47,7 +47,11 @@ def draw_costs(draw: random.Random) -> Costs:
 
 def plan_by_trainer(name: str, microbatches: int, costs: Costs, limit: float | None) -> object:
     choice = ScheduleChoice(
-        DEVICES, name, costs=costs, limit_bytes=limit, shards_output_layer=len(costs.others) > 0
+        DEVICES,
+        name,
+        costs=costs,
+        limit_bytes=limit,
+        shards_output_layer=len(costs.extra_amounts) > 0,
     )
     return Planner(choice).plan_step(microbatches).schedule.order
 

@@ -128,8 +128,8 @@ class Costs:
                     "forward_us; there must be one of each per stage"
                 )
         # `__post_init__` rejects factors of unknown names.
-        known = {amount.name: amount for amount in lists}
-        scaled = (known.get(name, Amount(name, Measure.STATE)) for name, _ in by_microbatch)
+        amounts = {amount.name: amount for amount in lists}
+        scaled = (amounts.get(name, Amount(name, Measure.STATE)) for name, _ in by_microbatch)
         return cls(
             _stages_of_lists(lists),
             send_us,
@@ -163,10 +163,10 @@ class Costs:
         """
         scale = 2 * num_devices / num_stages
         # In the paper, memory is the activations only.
-        others = [a for a in other_amounts(kinds) if a.measure is not Measure.WORKSPACE]
+        extra_amounts = [a for a in other_amounts(kinds) if a.measure is not Measure.WORKSPACE]
         times = (forward * scale, backward * scale, weight * scale)
-        values = (*times, *(scale for _ in (*HELD, *others)))
-        stage = StageCosts(dict(zip((*REQUIRED_AMOUNTS, *others), values, strict=True)))
+        values = (*times, *(scale for _ in (*HELD, *extra_amounts)))
+        stage = StageCosts(dict(zip((*REQUIRED_AMOUNTS, *extra_amounts), values, strict=True)))
         return cls((stage,) * num_stages, send, host_us=host)
 
     def having(
@@ -204,7 +204,7 @@ class Costs:
         return tuple(stage.required(amount) for stage in self.stages)
 
     @property
-    def others(self) -> dict[Amount, Amounts]:
+    def extra_amounts(self) -> dict[Amount, Amounts]:
         """Amounts of kinds of passes other than F, B, W and BW, per stage."""
         return {a: values for a, values in self.by_stage.items() if a not in BASIC_AMOUNTS}
 

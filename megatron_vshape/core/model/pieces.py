@@ -7,14 +7,11 @@ from typing import NamedTuple
 
 from megatron_vshape.core.model.amounts import (
     DUMMY_BYTES,
-    HIDDEN_EXCHANGE_US,
-    SAVED_US,
     STATE_BYTES,
     Amount,
 )
 from megatron_vshape.core.model.costs import ByMicrobatch, Costs
 from megatron_vshape.core.model.kinds import (
-    BASIC_AMOUNTS,
     COPY_BACK,
     COPY_OUT,
     HELD,
@@ -25,7 +22,12 @@ from megatron_vshape.core.model.kinds import (
 )
 from megatron_vshape.core.model.layers import balanced_cuts, check_stages, even_layers, rounded
 from megatron_vshape.core.model.placement import Placement, looping
-from megatron_vshape.core.model.stage_costs import Share, StageCosts, stages_of_parts
+from megatron_vshape.core.model.stage_costs import (
+    Share,
+    StageCosts,
+    extra_amounts_of,
+    stages_of_parts,
+)
 
 MIN_LAYERS = 1e-3
 """Minimum time of a first or last stage without layers, in layers, for some kernels."""
@@ -217,8 +219,7 @@ class Pieces:
 def without_ends(pieces: Pieces) -> Pieces:
     """Return the pieces without embedding, output layer and other kinds of passes."""
     # Only a costs file has times of other kinds for stages that lack both ends.
-    others = pieces.layer.amounts.keys() - {*BASIC_AMOUNTS, SAVED_US, HIDDEN_EXCHANGE_US}
-    layer = pieces.layer.without(others)
+    layer = pieces.layer.without(extra_amounts_of([pieces.layer]))
     no_costs = layer.times(0.0)
     return replace(pieces, layer=layer, first=no_costs, last=no_costs, of_device=StageCosts({}))
 
@@ -241,8 +242,8 @@ def with_ends(costs: Costs, first: StageCosts, last: StageCosts) -> Costs:
     parts[0], parts[-1] = parts[0].plus(first), parts[-1].plus(last)
     pairs = zip(costs.stages, stages_of_parts(parts), strict=True)
     # Passes without a stage stay.
-    others = _device_amounts() & costs.by_stage.keys()
-    stages = (new.changed({amount: old[amount] for amount in others}) for old, new in pairs)
+    kept_amounts = _device_amounts() & costs.by_stage.keys()
+    stages = (new.changed({amount: old[amount] for amount in kept_amounts}) for old, new in pairs)
     return replace(costs, stages=tuple(stages))
 
 
@@ -254,9 +255,9 @@ def under_megatron(costs: Costs, message_bytes: float = 0.0) -> Costs:
     gradient of a backward until the next one ends, and to the input itself until the next forward
     ends; `message_bytes` is the size of each.
     """
-    first, *others = costs.stages
+    first, *later_stages = costs.stages
     message = {Kind.F.workspace: 2 * message_bytes, Kind.BW.workspace: message_bytes}
-    received = [stage.increased(message) for stage in others]
+    received = [stage.increased(message) for stage in later_stages]
     stages = (stage.increased({STATE_BYTES: stage[DUMMY_BYTES]}) for stage in (first, *received))
     if STATE_BYTES in costs.by_stage:
         stages = (stage.without([DUMMY_BYTES]) for stage in stages)

@@ -229,6 +229,11 @@ def _amounts_of(parts: Iterable[StageCosts]) -> dict[Amount, None]:
     return dict.fromkeys(amount for part in parts for amount in part.amounts)
 
 
+def extra_amounts_of(parts: Iterable[StageCosts]) -> set[Amount]:
+    """Return the amounts of kinds of passes other than F, B, W and BW."""
+    return _amounts_of(parts).keys() - {*BASIC_AMOUNTS, SAVED_US, HIDDEN_EXCHANGE_US}
+
+
 def stages_of_parts(parts: Sequence[StageCosts]) -> tuple[StageCosts, ...]:
     """Return the costs of stages, with the time of a full backward instead of its savings.
 
@@ -236,13 +241,13 @@ def stages_of_parts(parts: Sequence[StageCosts]) -> tuple[StageCosts, ...]:
     if any of these has memory.
     """
     nonzero = {amount for part in parts for amount, value in part.amounts.items() if value > 0}
-    others = _amounts_of(parts).keys() - {*BASIC_AMOUNTS, SAVED_US, HIDDEN_EXCHANGE_US}
-    if all(amount.is_time for amount in others & nonzero):
-        others = set()
+    extra_amounts = extra_amounts_of(parts)
+    if all(amount.is_time for amount in extra_amounts & nonzero):
+        extra_amounts = set()
     present = [a for a in BASIC_AMOUNTS if a in REQUIRED_AMOUNTS or a in nonzero]
     stages = []
     for part in parts:
-        amounts = {amount: part[amount] for amount in (*present, *others)}
+        amounts = {amount: part[amount] for amount in (*present, *extra_amounts)}
         if SAVED_US in nonzero:
             # Measurement noise may report savings larger than a pass.
             min_us = max(part[Kind.B.time], part[Kind.W.time])

@@ -78,7 +78,9 @@ class SharedEnds:
             vocabulary_costs = (
                 costs if has_vocabulary else self._shared(args, sizes, measured, layers, placement)
             )
-            costs = self.without(sizes, measured).costs(layers).having(vocabulary_costs.others)
+            costs = (
+                self.without(sizes, measured).costs(layers).having(vocabulary_costs.extra_amounts)
+            )
         return Split(layers, costs, estimate, shares=sizes.shares)
 
     def _shared(

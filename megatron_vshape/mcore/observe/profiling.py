@@ -435,8 +435,8 @@ def _median_costs(costs: Sequence[Costs]) -> Costs:
     send_us, host_us = (
         median(times_us) for times_us in zip(*((c.send_us, c.host_us) for c in costs), strict=True)
     )
-    others = {amount: [part[amount] for part in middle] for amount in costs[0].others}
-    return Costs(stages_of_parts(middle), send_us, host_us=host_us).having(others)
+    extra_amounts = {a: [part[a] for part in middle] for a in costs[0].extra_amounts}
+    return Costs(stages_of_parts(middle), send_us, host_us=host_us).having(extra_amounts)
 
 
 def _write_trace_files(folder: Path, planned: Timeline, measured: Timeline, costs: Costs) -> None:
