@@ -34,7 +34,7 @@ from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.request import AUTO, PlanRequest, PlanResult
 from megatron_vshape.rehearsal.configuration_costs import Ranks
-from megatron_vshape.rehearsal.rank_report import RankReport
+from megatron_vshape.rehearsal.rank_report import REPORT_PARTS, RankReport
 from megatron_vshape.tuning.configurations import (
     FULL,
     NONE,
@@ -263,7 +263,7 @@ def _counted(description: Mapping[str, Any], subject: Subject) -> Callable[[int,
 
 
 _NOT_KEPT: dict[str, Any] = {
-    **{field.name: 0 for field in fields(RankReport)},
+    **{field.name: 0 for part in (RankReport, *REPORT_PARTS) for field in fields(part)},
     "when": {"pass": "", "place": ""},
     "graph_bytes": None,
     "chunk_dummy_bytes": (0, 0),

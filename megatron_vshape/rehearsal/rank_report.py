@@ -214,6 +214,7 @@ class RankReport:
         return replace(self, memory=replace(self.memory, curve=[], holders=[]))
 
 
+REPORT_PARTS = (MemoryReport, ModelReport, StepReport, Provenance)
 _NAMES = ("name", "rank", "stage", "sizes", "communicators", "ignored_flags")
 
 
