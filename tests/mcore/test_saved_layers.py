@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_vshape.mcore.frameworks.bridge import FRAMEWORK
-from megatron_vshape.mcore.hooks.optimizer_state import check_optimizer_state, has_state_by_rank
+from megatron_vshape.mcore.hooks.checkpoints import check_optimizer_state, has_state_by_rank
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup.rank_layers import (
@@ -275,7 +275,7 @@ def test_fixes_for_default_optimizer_state_work(farm: Farm, tmp_path: Path) -> N
 
 
 def test_fully_reshardable_state_of_several_padded_buckets(farm: Farm, tmp_path: Path) -> None:
-    """Megatron up to 0.19 saves the state of neighboring parameters; see `optimizer_state`."""
+    """Megatron up to 0.19 saves the state of neighboring parameters; see `hooks.checkpoints`."""
     full = "--dist-ckpt-optim-fully-reshardable"
     buckets = ("--overlap-grad-reduce", "--ddp-bucket-size", "4000")
     saved_run = save_state(farm, tmp_path, *V_HALF.split(), full, *buckets)

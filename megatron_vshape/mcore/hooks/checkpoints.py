@@ -1,33 +1,162 @@
-"""Checkpoints of Megatron-LM's trainer.
+"""Checkpoints that depend on the layers of each rank.
 
 Megatron writes a checkpoint of `--ckpt-format torch` by rank and chunk, with layer numbers local to
-the chunk, and loads it whatever this option is. A run with another placement would load each layer
-as a different one, so schedules with several chunks per rank neither save nor load it. Weights in
-distributed checkpoints have global layer numbers, so any schedule can load them; for the state of
-distributed optimizers, see `optimizer_state`.
+the chunk, and loads it whatever this option is, so schedules with several chunks per rank reject
+it. Weights in distributed checkpoints have global layer numbers, and any schedule loads them.
+
+By default, Megatron's distributed optimizer saves the buffers of each rank without the names of
+their parameters (`dp_reshardable`, and the older forms). A run with other layers on a rank would
+load the state of other parameters where the sizes are equal, and fail with "Global shape mismatch"
+where they are not. So a checkpoint records the layers of all ranks, and they are compared before
+such state is loaded. All trainers save and load through `megatron.core.dist_checkpointing`.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
+from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
-from megatron_vshape.mcore.features.post_validation.early_step import early_start_of
-from megatron_vshape.mcore.hook import Function, Hook, replaces
+from megatron.core import dist_checkpointing
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_vshape.mcore.frameworks import frameworks
+from megatron_vshape.mcore.hook import Function, Hook, Replaced, replaces, replaces_always
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.refusals import UnsupportedError, is_plain, refusing
+from megatron_vshape.mcore.setup.rank_layers import (
+    LAYER_OPTIONS,
+    RECORD,
+    Layers,
+    difference,
+    layers_of_megatron,
+    layers_of_stages,
+    saved_layers,
+)
+from megatron_vshape.mcore.setup.run_config import RunConfig
+
+logger = logging.getLogger(__name__)
+
+UNKNOWN_LAYERS = (
+    "the checkpoint in %s does not state which rank had which layers: make sure that this run has "
+    "the same pipeline schedule and layer split"
+)
+
+_FORM = "param_state_sharding_type"
+"""Entry of an optimizer's state with the name of its form."""
+
+
+def layers_of_pipeline(pipeline: RunConfig) -> Layers:
+    """Return the layers of all ranks under a schedule of this package."""
+    return layers_of_stages(pipeline.stage_map, pipeline.choice.shards_output_layer)
 
 
 @replaces
-def save_checkpoint(session: Session, original: Function, *args: Any, **options: Any) -> Any:
-    """Save a checkpoint without the effects of a step that has started early.
+def save(session: Session, original: Function, *args: Any, **options: Any) -> Any:
+    """Record the layers of all ranks in the content metadata of a checkpoint."""
+    bound = inspect.signature(original).bind(*args, **options)
+    metadata = bound.arguments.get("content_metadata")
+    # Without content metadata, Megatron takes a checkpoint for one of an older release.
+    if session.pipeline is not None and metadata is not None:
+        layers = layers_of_pipeline(session.pipeline)
+        bound.arguments["content_metadata"] = {**metadata, RECORD: layers}
+    return original(*bound.args, **bound.kwargs)
 
-    These effects are random-number states and consumed microbatches.
-    """
-    early_start = early_start_of(session)
-    if early_start is not None:
-        early_start.roll_back()
+
+@replaces_always
+def load(session: Session, original: Function, *args: Any, **options: Any) -> Any:
+    """Reject optimizer state that was saved with other layers on the ranks."""
+    arguments = inspect.signature(original).bind(*args, **options).arguments
+    if has_state_by_rank(arguments["sharded_state_dict"]):
+        with refusing():
+            _compare_layers(session, str(arguments["checkpoint_dir"]))
     return original(*args, **options)
+
+
+def has_state_by_rank(state: Any) -> bool:
+    """Return whether a state dict has optimizer state in a form that depends on the rank."""
+    if not isinstance(state, Mapping):
+        return False
+    form = state.get(_FORM)
+    if form is not None:
+        return form not in DistributedOptimizer.checkpoint_fully_reshardable_formats
+    # An optimizer, or several under their numbers (experts have another one than dense layers).
+    return any(map(has_state_by_rank, state.values()))
+
+
+def _compare_layers(session: Session, folder: str) -> None:
+    """Compare the layers of all ranks in a checkpoint with those of this run.
+
+    Raises:
+        UnsupportedError: A rank had other layers, or they are unknown.
+    """
+    pipeline = session.pipeline
+    common = dist_checkpointing.load_common_state_dict(folder)
+    record = (common.get("content_metadata") or {}).get(RECORD)
+    if record is None and session.is_idle:  # no schedule of this package, neither then nor now
+        return
+    saved_options = (framework.saved_options(folder) for framework in frameworks())
+    options = common.get("args") or next(filter(None, saved_options), None)
+    saved = record or saved_layers(options)
+    name = getattr(options, "pipeline_schedule", None)
+    # A release without the record saved it under this schedule.
+    if saved is None and pipeline is not None and name == pipeline.choice.name:
+        logger.warning(UNKNOWN_LAYERS, folder)
+        return
+    # None without the trainer's arguments.
+    current = layers_of_megatron(session.arguments)
+    if pipeline is not None:
+        current = layers_of_pipeline(pipeline)
+    if current is not None:
+        check_optimizer_state(saved, current, folder)
+
+
+def check_optimizer_state(saved: Layers | None, current: Layers, folder: str) -> None:
+    """Raise UnsupportedError unless optimizer state by rank was saved with the current layers."""
+    differs = "the checkpoint does not state which rank had which layers"
+    if saved is not None:
+        first_difference = difference(saved, current)
+        if first_difference is None:
+            return
+        differs = first_difference
+    raise UnsupportedError(
+        f"the optimizer state in {folder} does not work with this schedule: the distributed "
+        f"optimizer saved it by rank, in Megatron's default form, and {differs}. Resume with "
+        f"{LAYER_OPTIONS} of the run that saved it "
+        "(none of them for stock Megatron); with --dist-ckpt-optim-fully-reshardable, any schedule "
+        "loads the checkpoints that it saves. Or add --no-load-optim to load the weights alone"
+    )
+
+
+@replaces
+def fully_reshardable_state(
+    session: Session, original: Function, optimizer: Any, *args: Any, **options: Any
+) -> Any:
+    """Save fully reshardable state of the right parameters if buckets are padded.
+
+    Megatron up to 0.19 gathers the buckets of a buffer without their padding, and then reads the
+    state of every parameter at its index in the buffer with padding. With several padded buckets
+    (--overlap-grad-reduce), it would save the state of neighboring parameters. Later releases
+    correct the indices themselves.
+    """
+    if "cumulative_padding_stripped" in inspect.unwrap(original).__code__.co_varnames:
+        return original(optimizer, *args, **options)
+    with Replaced() as replaced:
+        for buffer in optimizer.buffers:
+            replaced.put(buffer, "param_index_map", _indices_without_padding(buffer))
+        return original(optimizer, *args, **options)
+
+
+def _indices_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
+    """Return start, end and bucket of every parameter in a buffer without padding of buckets."""
+    padding = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
+    padding_before = [0, *accumulate(padding)]
+    return {
+        parameter: (start - padding_before[bucket], end - padding_before[bucket], bucket)
+        for parameter, (start, end, bucket) in buffer.param_index_map.items()
+    }
 
 
 @replaces
@@ -55,7 +184,32 @@ def _check_placement(session: Session, folder: str) -> None:
     )
 
 
+_SERIALIZATION = "megatron.core.dist_checkpointing.serialization"
+
 HOOKS = (
+    Hook(
+        _SERIALIZATION,
+        "save",
+        ("sharded_state_dict", "content_metadata"),
+        "records the layers of every rank in a distributed checkpoint",
+        save,
+        everywhere=True,
+    ),
+    Hook(
+        _SERIALIZATION,
+        "load",
+        ("sharded_state_dict", "checkpoint_dir"),
+        "rejects optimizer state by rank if the ranks have other layers",
+        load,
+        everywhere=True,
+    ),
+    Hook(
+        "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer.sharded_param_state_fully_reshardable",
+        ("self", "model_sharded_state_dict", "is_loading"),
+        "saves optimizer state of the right parameters if several buckets are padded",
+        fully_reshardable_state,
+    ),
     Hook(
         "megatron.training.checkpointing",
         "_load_base_checkpoint",
@@ -63,12 +217,5 @@ HOOKS = (
         "rejects a checkpoint by ranks (--ckpt-format torch) if a rank has several chunks",
         load_base_checkpoint,
     ),
-    Hook(
-        "megatron.training.training",
-        "save_checkpoint",
-        ("iteration", "model", "optimizer"),
-        "saves no trace of a step that has begun early",
-        save_checkpoint,
-    ),
 )
-"""The functions of the trainer that read and write checkpoints."""
+"""The functions that save and load checkpoints, for every trainer and for Megatron-LM's."""

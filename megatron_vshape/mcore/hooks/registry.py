@@ -17,8 +17,8 @@ from typing import Any
 from megatron import core  # an attribute of its package only once it has been imported
 
 from megatron_vshape.mcore.hook import ABSENT, Dependency, Hook, Replaced, Target, release
+from megatron_vshape.mcore.hooks.checkpoints import HOOKS as CHECKPOINT_HOOKS
 from megatron_vshape.mcore.hooks.core_hooks import HOOKS as STAGE_HOOKS
-from megatron_vshape.mcore.hooks.optimizer_state import HOOKS as CHECKPOINT_HOOKS
 from megatron_vshape.mcore.hooks.session import HOOKS as STEP_HOOKS
 from megatron_vshape.mcore.hooks.session import ProcessState, Session
 from megatron_vshape.mcore.options import options_from
@@ -49,9 +49,9 @@ def _trainers_hooks() -> tuple[Hook, ...]:
     """Return the hooks of Megatron-LM's trainer, without which libraries can use megatron.core."""
     if _why_no_trainer() is not None:
         return ()
-    from megatron_vshape.mcore.hooks import checkpoints, training
+    from megatron_vshape.mcore.hooks import training
 
-    return (*training.HOOKS, *checkpoints.HOOKS)
+    return training.HOOKS
 
 
 HOOKS = (

@@ -178,21 +178,27 @@ def early_start_of(session: Session) -> EarlyStart | None:
     return runner.step_feature(EarlyStart) if isinstance(runner, PipelineRunner) else None
 
 
-def _validation(session: Session) -> PostValidation | None:
-    """Return the validation of the running training, or None."""
-    step_feature = early_start_of(session)
-    return None if step_feature is None else step_feature.validation
-
-
 @replaces
 def optimizer_step(
     session: Session, original: Function, optimizer: Any, *args: Any, **options: Any
 ) -> Any:
     """Run the optimizer step without a barrier if post-validation is enabled."""
-    validation = _validation(session)
-    if validation is None:
+    early_start = early_start_of(session)
+    if early_start is None or early_start.validation is None:
         return original(optimizer, *args, **options)
-    return validation.step(optimizer, original)
+    return early_start.validation.step(optimizer, original)
+
+
+@replaces
+def save_checkpoint(session: Session, original: Function, *args: Any, **options: Any) -> Any:
+    """Save a checkpoint without the effects of a step that has started early.
+
+    These effects are random-number states and consumed microbatches.
+    """
+    early_start = early_start_of(session)
+    if early_start is not None:
+        early_start.roll_back()
+    return original(*args, **options)
 
 
 HOOKS = (
@@ -202,5 +208,12 @@ HOOKS = (
         ("self",),
         "steps before the gradient norm of all ranks is known (--optimizer-post-validation)",
         optimizer_step,
+    ),
+    Hook(
+        "megatron.training.training",
+        "save_checkpoint",
+        ("iteration", "model", "optimizer"),
+        "saves no trace of a step that has begun early",
+        save_checkpoint,
     ),
 )
