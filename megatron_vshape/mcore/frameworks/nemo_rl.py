@@ -128,12 +128,9 @@ def chunks_of(value: Any) -> Any:
     if isinstance(value, ModelChunks):
         return list(value.chunks)
     if isinstance(value, list) and any(isinstance(item, ModelChunks) for item in value):
-        return [chunk for item in value for chunk in _listed(chunks_of(item))]
+        items = (item.chunks if isinstance(item, ModelChunks) else [item] for item in value)
+        return list(chain.from_iterable(items))
     return value
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def with_chunks(original: Function) -> Function:

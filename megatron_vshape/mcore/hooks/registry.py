@@ -155,21 +155,12 @@ PROBES = (
         "has the losses of multi-token prediction, which another rank logs",
     ),
     *(
-        Dependency(_TRAINING, name, expects, reason)
-        for name, expects, reason in (
-            ("print_rank_last", ("message",), "prints an iteration's line, which gets the bubble"),
-            (
-                "report_theoretical_memory",
-                ("args",),
-                "estimates the memory of Megatron's schedules only, which is omitted",
-            ),
-            *(
-                (name, expects, "is a barrier after a step (not with --optimizer-post-validation)")
-                for name, expects in (
-                    ("logical_and_across_model_parallel_group", ("input",)),
-                    ("reduce_max_stat_across_model_parallel_group", ("stat",)),
-                )
-            ),
+        Dependency(_TRAINING, name, (parameter,), "is replaced while a step is logged or validated")
+        for name, parameter in (
+            ("print_rank_last", "message"),
+            ("report_theoretical_memory", "args"),
+            ("logical_and_across_model_parallel_group", "input"),
+            ("reduce_max_stat_across_model_parallel_group", "stat"),
         )
     ),
     # `step.gradient_sync` starts the reductions of DDP's bucket groups itself.

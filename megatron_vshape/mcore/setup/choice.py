@@ -32,7 +32,7 @@ from megatron_vshape.mcore.layout.stage_map import (
 from megatron_vshape.mcore.options import Options, schedule_names
 from megatron_vshape.mcore.refusals import BATCH_SIZES
 from megatron_vshape.mcore.setup.features import features
-from megatron_vshape.mcore.setup.run_config import PlannedStages, ScheduleChoice, Settings
+from megatron_vshape.mcore.setup.run_config import ScheduleChoice, Settings
 from megatron_vshape.mcore.setup.translate import Translated, translate
 
 GIB = 2.0**30
@@ -41,16 +41,10 @@ MOST_CHUNKS = 12
 """Maximum number of chunks per rank of auto, and of the schedules of Megatron that it tries."""
 
 
-def resolve_schedule(
-    options: Options,
-    num_devices: int,
-    loss_last: bool = False,
-    planned: PlannedStages | None = None,
-) -> ScheduleChoice:
+def resolve_schedule(options: Options, num_devices: int, loss_last: bool = False) -> ScheduleChoice:
     """Find the schedule that the options name (a name or a file), with all options of features.
 
-    Makes no schedule yet: this needs the number of microbatches (`plans.Planner`). `planned` are
-    the stages of auto's plan.
+    Makes no schedule yet: this needs the number of microbatches (`plans.Planner`).
 
     Raises:
         ScheduleError: The schedule is neither a name nor a file; or the file is unreadable, for
@@ -77,9 +71,7 @@ def resolve_schedule(
     # A feature changes only its own fields; without its option, none.
     for feature in features():
         choice = feature.configure(choice, options)
-    if planned is None:
-        return choice
-    return replace(choice, planned=planned.placement, costs=planned.costs)
+    return choice
 
 
 def _read_file(name: str, num_devices: int) -> Schedule | None:

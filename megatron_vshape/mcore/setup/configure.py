@@ -58,7 +58,6 @@ from megatron_vshape.mcore.setup.megatron_schedules import (
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.run_config import (
-    PlannedStages,
     RunConfig,
     ScheduleChoice,
     Settings,
@@ -197,7 +196,7 @@ def _configure(draft: Namespace, options: Options, rank_zero: RankZeroPlanner) -
         check=check_arguments,
         ties_ends=not draft.untie_embeddings_and_output_weights,
         kernels=draft.distributed_backend == "nccl",
-        planned=stages,
+        choice=stages,
     )
     _set_stages(draft, config)
     return config
@@ -253,7 +252,7 @@ def build_config(
     ties_ends: bool | None,
     kernels: bool,
     loss_last: bool = False,
-    planned: PlannedStages | None = None,
+    choice: ScheduleChoice | None = None,
 ) -> RunConfig:
     """Build the configuration of a run, and reject options that it does not support.
 
@@ -265,14 +264,15 @@ def build_config(
         ties_ends: Whether the embeddings are tied; None if only the built model knows.
         kernels: Whether P2P messages are GPU kernels (NCCL).
         loss_last: The last pipeline rank computes the loss, where libraries look for its results.
-        planned: The stages of auto's plan; None: not planned yet.
+        choice: The schedule and the stages of auto's plan; None: not planned yet.
 
     Raises:
         ScheduleError: The schedule does not exist or does not fit this model.
         UnsupportedError: The schedule does not support an option.
     """
     # 1. The schedule, and with it the placement: the rank and the chunk of every stage.
-    choice = resolve_schedule(options, model.pipeline_model_parallel_size, loss_last, planned)
+    ranks = model.pipeline_model_parallel_size
+    choice = choice or resolve_schedule(options, ranks, loss_last)
     # 2. Options for Megatron's stages are translated to layers per stage, others are rejected.
     choice, translated = translate_and_check(model, choice, options, check)
     log_translated(translated)

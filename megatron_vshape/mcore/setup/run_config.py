@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_vshape.core.check.simulate import usable_host_bytes
 from megatron_vshape.core.model.costs import Costs
@@ -20,13 +20,6 @@ from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.options import Options
 
 
-class PlannedStages(NamedTuple):
-    """The stages of auto's plan, which is made before the model is built."""
-
-    placement: Placement
-    costs: Costs  # of these stages
-
-
 @dataclass(frozen=True, slots=True)
 class ScheduleChoice:
     """The schedule that the flags select; the input of all plans before the first step."""
@@ -34,7 +27,7 @@ class ScheduleChoice:
     num_devices: int
     name: str
     from_file: Schedule | None = None
-    planned: Placement | None = None  # of auto's plan for the costs of the run
+    planned: Placement | None = None  # of auto's plan, which is made before the model is built
     costs: Costs | None = None  # in us and bytes; None: `estimate`
     estimate: Costs | None = None  # relative costs of unequal stages; None: one unit per pass
     limit_bytes: float | None = None  # memory limit of a device, for auto; None: `limit_of`

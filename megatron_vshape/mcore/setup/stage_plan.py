@@ -11,7 +11,6 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.model.amounts import STATE_BYTES
@@ -42,23 +41,22 @@ from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.megatron_schedules import in_evaluation, in_training
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.plans import adapted_costs
-from megatron_vshape.mcore.setup.run_config import PlannedStages, Settings
+from megatron_vshape.mcore.setup.run_config import ScheduleChoice, Settings
 
 StageCut = Callable[[Costs, int, str], Costs]
 """Converts costs to another number of stages; the text names their user."""
 
 
-class _Best(NamedTuple):
-    """The fastest schedule of Megatron, or the placement of a faster plan."""
-
-    baseline: BaselineSpec | None = None
-    placement: Placement | None = None
+_Best = BaselineSpec | Placement | None
+"""The fastest schedule of Megatron, or the placement of a faster plan."""
 
 
 def plan_stages(
     args: Namespace, options: Options, rank_zero: RankZeroPlanner
-) -> BaselineSpec | PlannedStages | None:
+) -> BaselineSpec | ScheduleChoice | None:
     """Under auto, return Megatron's schedule if no plan is faster, else the stages of the plan.
+
+    The result has the placement and the costs of the planned stages.
 
     None if the stages cannot be planned before the model is built: without costs, if the number of
     microbatches changes, if the memory limit includes a model state of unknown size, or if options
@@ -74,9 +72,9 @@ def plan_stages(
     microbatches = None if _defines_layers(args) else in_training(args)
     if microbatches is None:
         return None
-    settings = Settings(args, resolve_schedule(options, ranks), options)
+    choice = resolve_schedule(options, ranks)
     try:
-        settings = Settings(args, check_features(settings), options)
+        settings = Settings(args, check_features(Settings(args, choice, options)), options)
     except (ScheduleError, UnsupportedError):
         return None  # unless a translated option is the reason, the checks of the run raise it
     sizes = sizes_of(option_reader(args), 0)
@@ -90,12 +88,12 @@ def plan_stages(
         except LimitError:
             if not limits_state:
                 raise
-            return _Best()  # the planner reports the need of every rank
+            return None  # the planner reports the need of every rank
 
-    baseline, placement = rank_zero(compare)
-    if placement is None:
-        return baseline
-    return PlannedStages(placement, cut(costs, len(placement), "the plan"))
+    best = rank_zero(compare)
+    if best is None or isinstance(best, BaselineSpec):
+        return best
+    return replace(choice, planned=best, costs=cut(costs, len(best), "the plan"))
 
 
 def _best_stages(settings: Settings, num_microbatches: int, cut: StageCut) -> _Best:
@@ -117,14 +115,14 @@ def _best_stages(settings: Settings, num_microbatches: int, cut: StageCut) -> _B
         placement for placement in request.searched_placements() if _supports(settings, placement)
     )
     if not placements:  # the checks of the run name the reason
-        return _Best()
+        return None
     request = replace(request, placements=placements)
     baselines = tuple(_megatrons(request, settings))
     result = plan_request(replace(request, baselines=baselines))
     # A schedule of Megatron that its trainer rejects can still be the plan.
     if result.is_megatrons and result.baseline in [schedule.baseline for schedule in baselines]:
-        return _Best(baseline=result.baseline)
-    return _Best(placement=result.schedule.placement)
+        return result.baseline
+    return result.schedule.placement
 
 
 def _supports(settings: Settings, placement: Placement) -> bool:

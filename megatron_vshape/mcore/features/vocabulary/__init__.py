@@ -36,7 +36,7 @@ _OF_F_B_W = "graphs capture only F, B and W"
 
 
 def _is_of_mcore_bridge(config: Any) -> bool:
-    """Check for a config of ms-swift's mcore_bridge, which NVIDIA's Megatron-Bridge is not."""
+    """Check for a config of mcore_bridge, the package of ms-swift."""
     packages = (base.__module__.partition(".")[0] for base in type(config).__mro__)
     return "mcore_bridge" in packages
 
