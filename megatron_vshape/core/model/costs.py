@@ -401,8 +401,9 @@ class Costs:
         if min(self.layers or (0,)) < 0:
             raise ScheduleError(f"layers holds {min(self.layers or ())}; it must be at least 0")
         for amount, values in self.by_stage.items():
+            name, may_be_zero = amount.name, not amount.is_nonzero
             for stage, value in enumerate(values):
-                _check_value(f"{amount} of stage {stage}", value, not amount.is_nonzero)
+                _check_value(f"{name} of stage {stage}", value, may_be_zero)
         self._check_microbatches()
         if len(self.more_send_us) not in (0, self.num_stages - 1):
             raise ScheduleError(
