@@ -2,9 +2,9 @@
 
     python benchmarks/hybrid_rows.py --te DIR [NAME ...]
 
-Published: NVIDIA-NeMo/Megatron-Bridge (067f987d), docs/performance-summary.md and its archive, in
+Published: the performance summary of NVIDIA-NeMo/Megatron-Bridge (067f987d) and its archive, in
 tokens per second and GPU: the slowest and the fastest of releases 26.04 to 26.08. Flags: those of
-src/megatron/bridge/perf_recipes/nemotronh. No rate was fitted to these runs.
+its recipes in perf_recipes/nemotronh. No rate was fitted to these runs.
 """
 
 import argparse

@@ -79,7 +79,7 @@ def test_plan_reused_at_a_higher_limit_has_a_bound_of_that_limit(
         result = tight if request.limit == 3 else worse
         return PlanResult(result.schedule, costs, searched=result)
 
-    monkeypatch.setattr(planning, "plan_request", answered)
+    monkeypatch.setattr("megatron_vshape.core.frontier.plan_request", answered)
     first, second = frontier(PlanRequest(AUTO, 3, 4, costs), (3, 6))
     assert second.schedule is first.schedule
     assert first.plan == tight

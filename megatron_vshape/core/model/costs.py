@@ -11,8 +11,6 @@ from megatron_vshape.core.model import files
 from megatron_vshape.core.model.amounts import STATE_BYTES, Amount, Measure
 from megatron_vshape.core.model.kinds import (
     BASIC_AMOUNTS,
-    COPY_BACK,
-    COPY_OUT,
     DEVICE,
     HELD,
     KINDS,
@@ -522,9 +520,8 @@ def with_copies(costs: Costs, forwards: float) -> Costs:
 
 def with_copies_of(costs: Costs, out_us: Amounts, moved_bytes: Amounts, back_us: Amounts) -> Costs:
     """Make these bytes of every stage movable, with copy times for each direction."""
-    return costs.having(
-        {COPY_OUT.time: out_us, COPY_OUT.offloaded: moved_bytes, COPY_BACK.time: back_us}
-    )
+    values = out_us, moved_bytes, back_us
+    return costs.having(dict(zip(other_amounts(MOVING), values, strict=True)))
 
 
 def without_copies(costs: Costs) -> Costs:

@@ -12,10 +12,9 @@ from megatron_vshape.core.model.amounts import (
 )
 from megatron_vshape.core.model.costs import ByMicrobatch, Costs
 from megatron_vshape.core.model.kinds import (
-    COPY_BACK,
-    COPY_OUT,
     HELD,
     KINDS,
+    MOVING,
     Kind,
     ScheduleError,
     other_amounts,
@@ -151,9 +150,9 @@ class Pieces:
     def with_copies(self, forwards: float) -> "Pieces":
         """Make all activations of a layer movable; a copy one way costs `forwards` times F."""
         copy_us = forwards * self.layer[Kind.F.time]
-        copies = {COPY_OUT.time: copy_us, COPY_BACK.time: copy_us}
-        moved = {COPY_OUT.offloaded: self.layer[Kind.F.allocated]}
-        return replace(self, layer=self.layer.changed(copies | moved))
+        values = copy_us, self.layer[Kind.F.allocated], copy_us
+        copies = dict(zip(other_amounts(MOVING), values, strict=True))
+        return replace(self, layer=self.layer.changed(copies))
 
     def predicting(
         self, count: int, merging_in_layers: float = _MERGING_IN_LAYERS, share: Share | None = None
