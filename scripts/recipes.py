@@ -60,6 +60,7 @@ DEFAULTS: Mapping[str, Any] = {
     "hidden_dropout": 0.1,
     "attention_dropout": 0.1,
     "untie_embeddings_and_output_weights": False,
+    "fp8_recipe": "delayed",
 }
 """Megatron's defaults for options that the checks read."""
 
@@ -250,13 +251,23 @@ def _layers_known(args: Any, text: str | None) -> bool:
     return counted or (text or AUTO) != AUTO
 
 
+_FP8_RECIPES = (
+    ("current_scaling", "tensorwise"),
+    ("delayed", "delayed"),
+    ("mxfp8", "mxfp8"),
+    ("subchannel", "blockwise"),
+)
+"""Words in names of precision recipes, and their FP8 recipes."""
+
+
 def _of_precision(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that the name of a library's precision recipe stands for."""
     name = str(options.get(PRECISION) or "")
     precision_options: dict[str, Any] = {dtype: True for dtype in ("bf16", "fp16") if dtype in name}
     precision_options |= {dtype: name for dtype in ("fp8", "fp4") if dtype in name}
-    if "delayed" in name:
-        precision_options["fp8_recipe"] = "delayed"
+    for word, recipe in _FP8_RECIPES:
+        if word in name:
+            precision_options["fp8_recipe"] = recipe
     if "current_scaling" in name:
         precision_options["first_last_layers_bf16"] = True
     return precision_options

@@ -164,8 +164,9 @@ class Chunks:
             data=StepData([batches(rank) for _ in models]),
             forward_step=forward_step,
             num_tokens=torch.zeros([], dtype=torch.int),
-            hooks=[layer_plans.LayerPlans()] if by_layers else [],
         )
+        if by_layers:
+            layer_plans.OverlappedSteps().begin(step)
         self.stages = [
             MegatronStage(step, chunk, chunk, is_last=">" in text, has_several_chunks=False)
             for chunk, text in enumerate(texts)

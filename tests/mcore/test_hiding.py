@@ -60,7 +60,7 @@ def test_passes_whose_memory_is_counted_run_apart(counted: bool) -> None:
     with state.jobs.collect((2, 0)):
         defer(lambda: ran.append("job"))
     overlaps = {Pass.parse("B1.3"): DeferredWgradOverlap(Pass.parse("W2.0"), 1.0)}
-    step: Any = SimpleNamespace(state=state, wgrad_overlaps=overlaps, hooks=[])
+    step: Any = SimpleNamespace(state=state, wgrad_overlaps=overlaps, hooks=[], pass_runner=None)
     stage = MegatronStage(step, 0, 1, is_last=False, has_several_chunks=True)
     stage._backward = lambda *unused: run_beside()  # type: ignore[method-assign]
     stage.backward_inputs(2, None)

@@ -149,7 +149,7 @@ def test_results_are_reported_and_no_run_is_repeated(
     with pytest.raises(ScheduleError, match=r"results\.db: there are no results yet"):
         call(path, "--results", database, "--report")
     assert call(path, "--results", database) == 0
-    table = capsys.readouterr().out.partition("small on two")[2].partition("results: ")[0]
+    table = capsys.readouterr().out.partition("model on two")[2].partition("results: ")[0]
     first_csv = (tmp_path / "results.csv").read_text()
     assert [row["verdict"] for row in csv.DictReader(first_csv.splitlines())] == ["ok"] * 4
     renamed = {"name": "renamed", "pruning": {"margin": 0.0, "at_most": 1}}
@@ -162,7 +162,7 @@ def test_results_are_reported_and_no_run_is_repeated(
     with open_results(database) as results:
         results.start(next(iter(results.finished_keys())), "42")
         assert call(path, "--results", database, "--report", "--csv", tmp_path / "now.csv") == 0
-    shown, last = capsys.readouterr().out.partition("small on two")[2].rsplit("\n", 2)[:2]
+    shown, last = capsys.readouterr().out.partition("model on two")[2].rsplit("\n", 2)[:2]
     assert last == f"4 runs have ended, 1 are in flight: {database}"
     assert shown.strip("\n").split("\n") == table.strip("\n").split("\n")
     # ... except the prediction for each rank, which the results file does not contain
