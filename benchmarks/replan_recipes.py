@@ -194,10 +194,11 @@ Rows marked with * were predicted by version 0.3.0, with bf16 weights even for F
 arguments, it prints this page.
 """
 DOUBTFUL = """\
-Left out of these counts and without a gain below: {names}. By the estimate, the published
-recipe does not fit its own GPU, which is a doubt about the estimate. No run of this recipe on
-this GPU is published: the sizes are those of GB200, which has 6 GiB more, and whose published runs
-have twice the data-parallel ranks.
+Left out of these counts and without a gain below: {names}. By the estimate with bf16 weights, the
+published recipe does not fit its own GPU. With the FP8 weights of the recipe, `rehearse` estimates
+259.6 of 268.6 GiB on B300, which fits, and 180.4 of 179.1 GiB on B200. No run of the B200 recipe
+is published: its sizes are those of GB200, which has 6 GiB more, and whose published runs have
+twice the data-parallel ranks.
 """
 BY_HAND = """\
 Gains of more than {within:g}% over stock, with one or two sizes halved or doubled:
@@ -264,6 +265,8 @@ def _checks(answers: Iterable[Row]) -> str:
         if f"{where}_check" in answer
     ]
     rejected = sorted({result for result in results if result != "starts"})
+    if not results:
+        return "No recommendation was checked by `rehearse --check`."
     text = f"`rehearse --check` accepts {results.count('starts')} of {len(results)} recommendations"
     return f"{text}: {'; '.join(rejected)}" if rejected else f"{text}."
 
