@@ -289,7 +289,7 @@ def test_variable_length_microbatches_equal_megatron(
 OF_LOGITS = {
     "where it is called": {"reads_logits": "call"},
     "in the loss": {"reads_logits": "loss"},
-    "tensor parallel": {"reads_logits": "call", "tensor": 2, "pipeline": 2},
+    "tensor parallel": {"reads_logits": "call", "tensor": 2, "pipeline": 2, "ranks": 4},
     "two replicas": {"reads_logits": "loss", "pipeline": 2},
 }
 """Place and parallelism of the log-probabilities that a library computes from logits."""
