@@ -49,7 +49,7 @@ def test_memory_line_goes_through_its_two_rows() -> None:
 
 
 def test_longer_passes_slow_split_backwards_more() -> None:
-    (published,) = (published for published in evidence.read_sets() if published.model is None)
+    (published,) = (published for published in evidence.read_sets() if published.subject is None)
     for row, passes in zip(published.rows, (2, 2, 3, 3), strict=True):
         per_microbatch = passes * (row.chunks or 1)
         busy = [published.predict(row, count, 1e6).time_us for count in (48, 56)]

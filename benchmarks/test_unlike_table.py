@@ -34,7 +34,7 @@ def test_parts_of_a_conversation_are_merged_in_a_truncated_file(
 
 
 @pytest.mark.parametrize(
-    ("name", "middle", "least", "most"),
+    ("name", "middle", "shortest", "longest"),
     [("sharegpt", 1083, 18, 8192), ("rl", 500, 0, 1e6), ("mock", 2237, 1024, 8192)],
 )
 def test_lengths_follow_their_distribution(
