@@ -1,7 +1,6 @@
 """The passes of this package's schedules in a dry run or a measurement of a single rank.
 
-torch's "fake" backend tells the package that no other rank exists (`runtime.hosts.has_peers`), so
-nothing waits for one.
+With torch's "fake" backend, `runtime.hosts.has_peers` is false, and no pass waits for another rank.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class Measure(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """An amount per stage: its name in costs files, and what it measures.
+    """An amount per stage: its name in costs files, and its measure.
 
     >>> str(STATE_BYTES), STATE_BYTES.measure.value
     ('state_bytes', 'state')
