@@ -192,7 +192,7 @@ class ProgramRun:
     observer: Observer | None = None
     place: Place | None = None
     handlers: Mapping[Kind, Handler] = field(default_factory=dict)
-    executor: type[Executor] = ThreadPoolExecutor  # runs passes of other resources than the processor
+    executor: type[Executor] = ThreadPoolExecutor  # of copies and collectives
 
     def __post_init__(self) -> None:
         self._observer = self.observer or _Silent()

@@ -519,7 +519,7 @@ class Execution:
     """The objects that run the passes of this process; a dry run observes passes by its own."""
 
     stage: type[MegatronStage] = MegatronStage
-    executor: type[Executor] = ThreadPoolExecutor  # runs passes of other resources than the processor
+    executor: type[Executor] = ThreadPoolExecutor  # of copies and collectives
     adapt_handlers: Callable[[Handlers, Mapping[int, MegatronStage]], Handlers] = (
         lambda handlers, stages: handlers
     )
