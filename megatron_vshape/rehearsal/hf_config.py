@@ -1,8 +1,10 @@
 """Convert a Hugging Face config.json to Megatron's flags of the same language model."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import groupby
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.flags import flags_of
@@ -14,24 +16,71 @@ def _names(text: str) -> dict[str, str]:
     return {name: option or name for name, _, option in pairs}
 
 
-_OPTIONS = _names("""
+_SIZES = _names("""
     num_hidden_layers=num_layers hidden_size num_attention_heads head_dim=kv_channels
-    intermediate_size=ffn_hidden_size max_position_embeddings rms_norm_eps=norm_epsilon
-    layer_norm_epsilon=norm_epsilon rope_theta=rotary_base partial_rotary_factor=rotary_percent
-    attention_bias=add_qkv_bias use_qk_norm=qk_layernorm q_lora_rank kv_lora_rank v_head_dim
+    intermediate_size=ffn_hidden_size max_position_embeddings q_lora_rank kv_lora_rank v_head_dim
     qk_nope_head_dim=qk_head_dim qk_rope_head_dim=qk_pos_emb_head_dim mamba_num_heads mamba_head_dim
-    num_nextn_predict_layers=mtp_num_layers ssm_state_size=mamba_state_dim
-    layer_norm_eps=norm_epsilon rotary_emb_base=rotary_base rotary_pct=rotary_percent
-    n_groups=mamba_num_groups hybrid_override_pattern=hybrid_layer_pattern
+    num_nextn_predict_layers=mtp_num_layers ssm_state_size=mamba_state_dim n_groups=mamba_num_groups
 """)
-_OPTIONS_OF_EXPERTS = _names("""
+_NUMBERS = _names("""
+    rms_norm_eps=norm_epsilon layer_norm_epsilon=norm_epsilon layer_norm_eps=norm_epsilon
+    rope_theta=rotary_base rotary_emb_base=rotary_base partial_rotary_factor=rotary_percent
+    rotary_pct=rotary_percent
+""")
+_SWITCHES = _names("attention_bias=add_qkv_bias use_qk_norm=qk_layernorm")
+_OPTIONS = _SIZES | _NUMBERS | _SWITCHES | _names("hybrid_override_pattern=hybrid_layer_pattern")
+_SIZES_OF_EXPERTS = _names("""
     num_experts num_local_experts=num_experts n_routed_experts=num_experts moe_latent_size
     num_experts_per_tok=moe_router_topk experts_per_token=moe_router_topk
     moe_intermediate_size=moe_ffn_hidden_size moe_shared_expert_intermediate_size
     shared_expert_intermediate_size=moe_shared_expert_intermediate_size
-    routed_scaling_factor=moe_router_topk_scaling_factor
 """)
+_OPTIONS_OF_EXPERTS = {
+    **_SIZES_OF_EXPERTS,
+    "routed_scaling_factor": "moe_router_topk_scaling_factor",
+}
 _REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+
+_Size = Annotated[int, Field(ge=0, lt=2**31)]
+_Layers = Annotated[int, Field(ge=1, le=10_000)]
+_Number = Annotated[float, Field(ge=0)]
+
+
+def _fields(kind: Any, *groups: Iterable[str]) -> dict[str, Any]:
+    """Return optional fields of one type for pydantic."""
+    return {name: (kind | None, None) for names in groups for name in names}
+
+
+def _make_model(name: str, *fields: dict[str, Any]) -> type[BaseModel]:
+    """Return a pydantic model of these fields; it ignores all others."""
+    definitions = {name: field for part in fields for name, field in part.items()}
+    config = ConfigDict(strict=True, allow_inf_nan=False)
+    return create_model(name, __config__=config, **definitions)
+
+
+_Rope = _make_model(
+    "Rope",
+    _fields(str, ["rope_type"]),
+    _fields(_Number, ["factor", "rope_theta", "mscale", "mscale_all_dim"]),
+)
+_SIZES_OF_GROUPS = """
+    num_key_value_heads n_shared_experts n_group topk_group decoder_sparse_step sliding_window
+    first_k_dense_replace
+""".split()
+_DROPOUTS = ("attention_dropout", "hidden_dropout")
+_HfConfig = _make_model(
+    "HfConfig",
+    _fields(_Size, _SIZES, _SIZES_OF_EXPERTS, _SIZES_OF_GROUPS),
+    _fields(_Layers, ["num_hidden_layers"]),
+    _fields(Annotated[int, Field(ge=1, lt=2**31)], ["num_attention_heads"]),
+    _fields(Annotated[int, Field(ge=2, lt=2**31)], ["vocab_size"]),
+    _fields(_Number, _NUMBERS, _DROPOUTS, ["routed_scaling_factor"]),
+    _fields(bool, _SWITCHES, ["use_parallel_residual", "tie_word_embeddings"]),
+    _fields(_Rope, ["rope_scaling", "rope_parameters"]),
+    _fields(str, ["hybrid_override_pattern"]),
+    _fields(list[_Size], ["mlp_only_layers"]),
+)
+"""The fields of config.json that decide Megatron's flags, with their types and limits."""
 
 _PLAIN = "--normalization RMSNorm --disable-bias-linear"
 _LLAMA = f"{_PLAIN} --position-embedding-type rope --swiglu"
@@ -74,28 +123,32 @@ def flags_of_hf_config(config: Mapping[str, Any]) -> tuple[list[str], str]:
 
     Raises:
         ScheduleError: the type of the model is unknown, or a size is missing.
+        pydantic.ValidationError: a field has a wrong type or an impossible value.
     """
-    text = config.get("text_config") or config
-    named = str(text.get("model_type") or config.get("model_type")).removesuffix("_text")
+    given = config.get("text_config") or config
+    if not isinstance(given, Mapping):
+        raise ScheduleError("its text_config must have keys with values")
+    named = str(given.get("model_type") or config.get("model_type")).removesuffix("_text")
     kind = _LANGUAGE_MODELS.get(named, named)
     if kind not in _FLAGS:
         raise ScheduleError(
             f"its model_type {named:.40} is not supported; supported: {', '.join(_FLAGS)}. Give "
             "Megatron's flags of the model after -- instead"
         )
+    text = _HfConfig.model_validate(given).model_dump(exclude_none=True)
     if kind == "gpt_neox" and text.get("use_parallel_residual", True):
         raise ScheduleError(
             "it has a parallel residual (use_parallel_residual), which Megatron does not support; "
             "use_parallel_residual: false estimates the same layers in sequence"
         )
-    missing = [name for name in _REQUIRED if text.get(name) is None]
+    missing = [name for name in _REQUIRED if name not in text]
     if missing:
         raise ScheduleError(f"it lacks {', '.join(missing)}: use the complete config.json")
     width, heads = text["hidden_size"], text["num_attention_heads"]
     if width % heads and not (text.get("head_dim") or text.get("kv_lora_rank")):
         raise ScheduleError(f"hidden_size {width} is not a multiple of num_attention_heads {heads}")
-    has_vision = text is not config or "vision_config" in config
-    note = f"The language model of {config.get('model_type')}, without its vision encoder."
+    has_vision = given is not config or "vision_config" in config
+    note = f"The language model of {config.get('model_type')!s:.40}, without its vision encoder."
     experts = _expert_options(text)
     options = {option: text[name] for name, option in _OPTIONS.items() if text.get(name)}
     options |= _attention_options(text) | experts
@@ -105,8 +158,7 @@ def flags_of_hf_config(config: Mapping[str, Any]) -> tuple[list[str], str]:
     vocabulary = text["vocab_size"]
     options |= {"vocab_size": vocabulary - 1, "make_vocab_size_divisible_by": 2 - vocabulary % 2}
     options |= {"untie_embeddings_and_output_weights": not text.get("tie_word_embeddings", False)}
-    dropouts = ("attention_dropout", "hidden_dropout")
-    options |= {name: text.get(name) or 0 for name in dropouts}
+    options |= {name: text.get(name, 0) for name in _DROPOUTS}
     flags = flags_of({name: _plain(value) for name, value in options.items()})
     parts = [_FLAGS[kind], *([_EXPERTS] if experts else [])]
     parts += [_SIGMOID] if experts and kind == "nemotron_h" else []

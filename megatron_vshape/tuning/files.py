@@ -357,6 +357,8 @@ def load_model(path: Path, on_cpu: bool = False) -> Subject:
         flags, note = flags_of_hf_config(data)
     except ScheduleError as error:
         raise SweepError(f"{path}: {error}") from None
+    except ValidationError as error:
+        raise SweepError(f"{path}: {_format_first_fault(error)}") from None
     if note:
         logger.warning("%s: %s", path, note)
     flags += _CPU if on_cpu else ["--bf16", "--use-distributed-optimizer"]

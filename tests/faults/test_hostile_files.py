@@ -26,8 +26,10 @@ from tuning.samples import CLUSTER, MODEL, SWEEP, load_sample
 import megatron_vshape
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.tuning.configurations import SweepError
+from megatron_vshape.tuning.files import load_model
 from megatron_vshape.tuning.grid import expand_grid
 from megatron_vshape.tuning.results import Outcome, Result, Status, open_results
 
@@ -260,6 +262,21 @@ def test_sweep_files(number: int, tmp_path: Path, tally: Tally) -> None:
         st.tuples(st.just(name), drawn_file(value, dump)) for name, value in SWEEP_FILES.items()
     ]
     for_all(number, st.one_of(drawn), check)
+
+
+@in_both_numbers
+def test_models_of_presets(number: int, tmp_path: Path, tally: Tally) -> None:
+    tally("hostile config.json of every model type", number)
+    path = tmp_path / "config.json"
+
+    def check(data: bytes) -> None:
+        path.write_bytes(data)
+        with contextlib.suppress(ScheduleError), timed():
+            load_model(path)
+
+    folder = Path(__file__).parents[2] / "configs" / "models"
+    models = [yaml.safe_load(file.read_text()) for file in sorted(folder.glob("*.yaml"))]
+    for_all(number, st.one_of([drawn_file(model, json.dumps) for model in models]), check)
 
 
 PATHS = ["/dev/zero", "/dev/full", "/", "pipe", "loop", "gone", "x" * 300, "/proc/self/mem"]
