@@ -77,7 +77,7 @@ class RunningStep:
 
 def running_step_of(first: Any) -> RunningStep:
     """Return the running step of the model whose first chunk on this rank is given."""
-    step: RunningStep = first.embedding.word_embeddings.vshape_running_step
+    step: RunningStep = first.vshape_running_step
     return step
 
 
@@ -255,17 +255,17 @@ def _share_embedding(model: Any, shards: Shards) -> None:
         tp_group=shards,
     )
     rows.weight.is_embedding_or_output_parameter = True
-    rows.vshape_running_step = RunningStep()
+    model.vshape_running_step = RunningStep()
     if getattr(model, "embedding", None) is None:
         model.embedding = _LocalRows(model.config, rows)
     else:
-        _replace_lookup(model.embedding, rows)
+        _replace_lookup(model.embedding, rows, model.vshape_running_step)
 
 
-def _replace_lookup(embedding: Any, rows: Any) -> None:
+def _replace_lookup(embedding: Any, rows: Any, step: RunningStep) -> None:
     """Make Megatron's embedding, which adds positions etc., look up tokens in shared rows."""
     rows.reduce_scatter_embeddings = embedding.reduce_scatter_embeddings
-    rows.forward = _SharedLookup(rows.vshape_running_step)
+    rows.forward = _SharedLookup(step)
     embedding.word_embeddings = rows
 
 
@@ -275,7 +275,7 @@ def _share_prediction_lookup(first: Any, last: Any) -> None:
         multi_token.save_no_copy(last)
         return
     if not first.pre_process:
-        _replace_lookup(last.embedding, first.embedding.word_embeddings)
+        _replace_lookup(last.embedding, first.embedding.word_embeddings, running_step_of(first))
         first.embedding = last.embedding
     multi_token.share_embedding(first, last)
 
