@@ -31,7 +31,8 @@ from megatron_vshape.core.program.instructions import (
 )
 from megatron_vshape.core.program.kernels import deadlocks_under_device_sync
 from megatron_vshape.core.program.lowering import forward_wave, lower
-from megatron_vshape.core.request import AUTO, PlanRequest
+from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.schedule_names import AUTO
 
 CELLS = ((4, 8), (8, 16), (8, 64), (16, 64))
 

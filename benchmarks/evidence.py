@@ -32,7 +32,8 @@ from megatron_vshape.core.model.kinds import TIMES, ScheduleError
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.model.schedule import Objective, Schedule
 from megatron_vshape.core.plan import plan_request
-from megatron_vshape.core.request import AUTO, PlanRequest, PlanResult
+from megatron_vshape.core.request import PlanRequest, PlanResult
+from megatron_vshape.core.schedule_names import AUTO
 from megatron_vshape.rehearsal.configuration_costs import Ranks
 from megatron_vshape.rehearsal.rank_report import REPORT_PARTS, RankReport
 from megatron_vshape.tuning.configurations import (

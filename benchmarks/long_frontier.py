@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_vshape.core.frontier import Point, frontier, published_points
+from megatron_vshape.core.frontier import Point, frontier, published_schedules
 from megatron_vshape.core.model.costs import Costs, with_copies
 from megatron_vshape.core.model.placement import looping
-from megatron_vshape.core.request import AUTO, SLICES, PlanRequest
+from megatron_vshape.core.request import SLICES, PlanRequest
+from megatron_vshape.core.schedule_names import AUTO
 from megatron_vshape.view.figure import save
 from megatron_vshape.view.frontier import frontier_figure
 from megatron_vshape.view.numbers import table
@@ -56,12 +57,12 @@ def drawn(devices: int, microbatches: int, steps: int | None, folder: Path) -> l
         min(limit_points, key=_value) for limit_points in points_by_limit.values() if limit_points
     ]
     label, scale = "memory limit, share of what 1F1B holds", 1 / (2 * devices)
-    published = list(published_points(requests["order alone"]))
+    published = list(published_schedules(requests["order alone"]))
     figure = frontier_figure(best, published, label, scale)
-    fastest = min(point.value for point in (*best, *published))
+    fastest = min(plan.value for plan in (*(point.plan for point in best), *published))
     for name, points in points_by_family.items():
         memory = [point.limit * scale for point in points]
-        slower = [100 * (point.value / fastest - 1) for point in points]
+        slower = [100 * (point.plan.value / fastest - 1) for point in points]
         figure.axes[0].plot(memory, slower, drawstyle="steps-post", label=name)
     figure.legends.clear()
     figure.legend(frameon=False, fontsize=7, loc="outside right upper")
@@ -84,12 +85,12 @@ def _cell(points: Sequence[Point], limit: float, work: float) -> str:
     point_at_limit = next((point for point in points if point.limit == limit), None)
     if point_at_limit is None:
         return "-"
-    over, slices = 100 * (point_at_limit.value / work - 1), point_at_limit.schedule.slices
+    over, slices = 100 * (point_at_limit.plan.value / work - 1), point_at_limit.plan.schedule.slices
     return f"{over:.1f}" + (f" ({slices})" if slices > 1 else "")
 
 
 def _value(point: Point) -> float:
-    return point.value
+    return point.plan.value
 
 
 def main() -> None:

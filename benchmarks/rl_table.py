@@ -32,7 +32,8 @@ from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.plan import plan_request
-from megatron_vshape.core.request import AUTO, PlanRequest
+from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.schedule_names import AUTO
 from megatron_vshape.core.variable_length import reorder_microbatches
 from megatron_vshape.mcore.setup.megatron_schedules import runs_interleaved
 

@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_vshape.core.check.simulate import peak_held, simulate
     from megatron_vshape.core.check.verify import verify
+    from megatron_vshape.core.evaluated_schedule import EvaluatedSchedule
     from megatron_vshape.core.model.costs import Costs
     from megatron_vshape.core.model.kinds import ScheduleError
     from megatron_vshape.core.model.schedule import Schedule, Timeline, load_schedule
     from megatron_vshape.core.paper.catalogue import make
-    from megatron_vshape.core.planner.result import Plan
     from megatron_vshape.core.planner.search import plan
     from megatron_vshape.core.program.lowering import lower
     from megatron_vshape.runtime.p2p import Transport
@@ -43,11 +43,11 @@ __version__ = "0.3.0"
 _HOMES = {
     "core.check.simulate": "peak_held simulate",
     "core.check.verify": "verify",
+    "core.evaluated_schedule": "EvaluatedSchedule",
     "core.model.costs": "Costs",
     "core.model.kinds": "ScheduleError",
     "core.model.schedule": "Schedule Timeline load_schedule",
     "core.paper.catalogue": "make",
-    "core.planner.result": "Plan",
     "core.planner.search": "plan",  # without the baselines of plan_request
     "core.program.lowering": "lower",
     "runtime.p2p": "Transport",
@@ -59,7 +59,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split
 
 __all__ = [
     "Costs",
-    "Plan",
+    "EvaluatedSchedule",
     "Schedule",
     "ScheduleError",
     "Timeline",

@@ -48,7 +48,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper import catalogue
 from megatron_vshape.core.planner import search
-from megatron_vshape.core.request import baselines_of
+from megatron_vshape.core.schedule_names import baselines_of
 
 ROOT = Path(__file__).resolve().parents[1]
 JUDGE = Path(__file__).resolve().parents[2] / "shared" / "judge"
@@ -83,8 +83,8 @@ class Result(NamedTuple):
     planned: float
     bound: float
     seconds: float
-    plan: search.Plan
-    longer: search.Plan | None = None
+    plan: search.EvaluatedSchedule
+    longer: search.EvaluatedSchedule | None = None
 
     @property
     def gain(self) -> float:
@@ -144,7 +144,7 @@ def measure(judge: ModuleType, cell: Cell, published: float, options: argparse.N
     return Result(cell, published, verdict["overhead"], bound, seconds, plan, longer)
 
 
-def search_longer(costs: Costs, cell: Cell, seconds: float) -> search.Plan | None:
+def search_longer(costs: Costs, cell: Cell, seconds: float) -> search.EvaluatedSchedule | None:
     """Return the plan after `seconds` of processor time, independent of other programs."""
     if not seconds:
         return None

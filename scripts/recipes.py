@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement
-from megatron_vshape.core.request import AUTO, is_megatrons_own
+from megatron_vshape.core.schedule_names import AUTO, is_megatrons_own
 from megatron_vshape.mcore.features.overlap import conflicts
 from megatron_vshape.mcore.layout import given_layout, hybrid, multi_token
 from megatron_vshape.mcore.layout.stage_map import HASH_LAYERS, StageMap, specified_layers

@@ -6,7 +6,8 @@ The plans are limited by steps, because compilation needs most of a minute but n
 from megatron_vshape import Costs
 from megatron_vshape.core.model.costs import with_copies
 from megatron_vshape.core.plan import plan_request
-from megatron_vshape.core.request import AUTO, PlanRequest
+from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.schedule_names import AUTO
 
 if __name__ == "__main__":
     base = Costs.uniform(3, 12, 1, 2, 1, 0.05)

@@ -12,14 +12,15 @@ from statistics import fmean
 from typing import Any
 
 from megatron_vshape.core.check.bounds import in_passes, limits_by_device, without_state
-from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.evaluated_schedule import EvaluatedSchedule
+from megatron_vshape.core.evaluation import evaluate_schedule
 from megatron_vshape.core.model.costs import Costs, format_memory
 from megatron_vshape.core.model.kinds import PARTS, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
 from megatron_vshape.core.planner.job_shop import Codec, scale_to
-from megatron_vshape.core.planner.result import Plan
 
 TICKS = 10_000
 """Minimum ticks of the mean pass; times are rounded down to ticks for the bound."""
@@ -37,8 +38,12 @@ class _Model:
 
 
 def prove(
-    plan: Plan, costs: Costs, limits: float | Sequence[float], seconds: float, workers: int = 1
-) -> Plan:
+    plan: EvaluatedSchedule,
+    costs: Costs,
+    limits: float | Sequence[float],
+    seconds: float,
+    workers: int = 1,
+) -> EvaluatedSchedule:
     """Return the plan with the bound that is proven in `seconds`, or a better plan.
 
     `limits` are the memory limits of the plan. The solver supports F, B and W only: a plan with
@@ -79,7 +84,9 @@ def prove(
     return replace(plan, lower_bound=min(bound, plan.value))
 
 
-def _make_model(model: Any, plan: Plan, costs: Costs, limits: Sequence[float]) -> _Model:
+def _make_model(
+    model: Any, plan: EvaluatedSchedule, costs: Costs, limits: Sequence[float]
+) -> _Model:
     schedule = plan.schedule
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
     codec, unsliced_costs = Codec(microbatches, slices=schedule.slices), costs
@@ -152,7 +159,12 @@ def _add_devices(
 
 
 def _add_objective(
-    model: Any, plan: Plan, timeline: Timeline, value: Any, end: dict[Pass, Any], per_us: float
+    model: Any,
+    plan: EvaluatedSchedule,
+    timeline: Timeline,
+    value: Any,
+    end: dict[Pass, Any],
+    per_us: float,
 ) -> None:
     """Minimize the last end, or the last end after the first start of its device."""
     schedule = plan.schedule
@@ -165,8 +177,8 @@ def _add_objective(
 
 
 def _improved_plan(
-    plan: Plan, costs: Costs, limits: Sequence[float], start: dict[Pass, int]
-) -> Plan:
+    plan: EvaluatedSchedule, costs: Costs, limits: Sequence[float], start: dict[Pass, int]
+) -> EvaluatedSchedule:
     """Return the plan in the solver's order if it is better and, unrounded, fits."""
     old_schedule = plan.schedule
     rows: list[list[tuple[int, Pass]]] = [[] for _ in old_schedule.order]
@@ -176,12 +188,12 @@ def _improved_plan(
     rows = [sorted(row, key=lambda slot: (slot[0], PARTS.index(slot[1].kind))) for row in rows]
     schedule = replace(old_schedule, order=tuple(tuple(work for _, work in row) for row in rows))
     try:
-        timeline = simulate(schedule, costs)
+        evaluated = evaluate_schedule(schedule, costs, plan.objective)
     except ScheduleError:  # rounding has hidden the order of two passes
         return plan
-    value = plan.objective.of(timeline)
-    peak = peak_held(schedule, costs)
-    fits = all(memory <= limit * (1 + 1e-9) for memory, limit in zip(peak, limits, strict=True))
-    if value >= plan.value or not fits:
+    peaks = zip(evaluated.peak, limits, strict=True)
+    fits = all(memory <= limit * (1 + 1e-9) for memory, limit in peaks)
+    if evaluated.value >= plan.value or not fits:
         return plan
-    return replace(plan, schedule=schedule, value=value, peak=peak, source="exact")
+    timeline, peak = evaluated.timeline, evaluated.peak
+    return replace(plan, timeline=timeline, peak=peak, source="exact")

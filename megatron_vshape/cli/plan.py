@@ -46,24 +46,15 @@ from megatron_vshape.cli.torch_export import (
     print_settings,
 )
 from megatron_vshape.core.budget import Budget
-from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.comparison import compare_baselines, no_worse_than_published
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import AUTO_SPLIT
 from megatron_vshape.core.model.schedule import Objective
 from megatron_vshape.core.paper.catalogue import canonical_name
-from megatron_vshape.core.plan import (
-    compare_baselines,
-    no_worse_than_published,
-    plan_request,
-)
+from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner.vocabulary import ALL_REDUCE_TIME
-from megatron_vshape.core.request import (
-    AUTO,
-    SLICES,
-    SUFFIXES,
-    PlanRequest,
-    PlanResult,
-)
+from megatron_vshape.core.request import SLICES, PlanRequest, PlanResult
+from megatron_vshape.core.schedule_names import AUTO, SUFFIXES
 from megatron_vshape.view.numbers import UnitFormat
 from megatron_vshape.view.plan_report import (
     comparison_table,
@@ -236,7 +227,7 @@ def run(options: argparse.Namespace) -> int:
     # Files first: if one cannot be written, nothing has been printed.
     outputs = _outputs(options, result, limit, units)
     write_all(outputs)
-    timeline = simulate(result.schedule, result.costs)
+    timeline = result.plan.timeline
     if request.num_devices * result.schedule.num_microbatches <= _MAX_DRAWN:
         print(picture(timeline, columns(), wants_colour(sys.stdout)) + "\n")
     print("\n".join(plan_lines(result, limit, units)))
@@ -267,7 +258,7 @@ def _searched(
     result = plan_request(request, budget)
     budget.register_result(lambda: result)
     baselines = compare_baselines(request, result, budget)
-    compared = comparison_table(result, baselines, request.objective, units, every)
+    compared = comparison_table(result, baselines, units, every)
     if budget.stopped():
         compared += "\nfurther rows skipped (time limit)"
     return result, compared

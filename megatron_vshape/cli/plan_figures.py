@@ -11,8 +11,8 @@ from megatron_vshape.cli.files import Output, report_written, write_all
 from megatron_vshape.cli.options import format_limit_errors
 from megatron_vshape.cli.progress import Progress, report_progress
 from megatron_vshape.core.budget import Budget
-from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.frontier import Point, frontier, published_points
+from megatron_vshape.core.evaluated_schedule import EvaluatedSchedule
+from megatron_vshape.core.frontier import Point, frontier, published_schedules
 from megatron_vshape.core.request import PlanRequest, PlanResult
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import GIB, UnitFormat, base_peak, fixed, percent, table
@@ -38,7 +38,7 @@ def run_frontier(request: PlanRequest, path: Path, seconds: float | None, units:
         request = replace(request, seconds=seconds / len(limits))
     with report_progress(units.time) as progress, format_limit_errors(units):
         points = _followed(request, limits, units.chunk, progress)
-        published = list(published_points(request))
+        published = list(published_schedules(request))
     rows = _frontier_rows(points, published, units)
     unit, size = ("GiB", GIB) if units.in_bytes else ("chunks", units.chunk)
     drawn = frontier_figure(points, published, f"memory limit, {unit}", 1 / size)
@@ -67,7 +67,7 @@ def _followed(
     def report(point: Point) -> None:
         points.append(point)
         text = f"limit {point.limit / chunk:g} of {limits[-1] / chunk:g} chunks: bubble"
-        progress.print_line(f"{text} {percent(point.bubble)}")
+        progress.print_line(f"{text} {percent(point.plan.bubble)}")
 
     work = partial(frontier, request, limits, report, budget)
     budget.run(work, lambda best: None, grace_s=_LAST_LIMIT_S)
@@ -79,13 +79,13 @@ def _followed(
 
 
 def _frontier_rows(
-    points: Sequence[Point], published: Sequence[Point], units: UnitFormat
+    points: Sequence[Point], published: Sequence[EvaluatedSchedule], units: UnitFormat
 ) -> list[list[str]]:
     """Return a heading, a row per limit, and a row per published schedule, by memory.
 
     Numbers have the format of spreadsheets.
     """
-    fastest = min(point.value for point in (*points, *published))
+    fastest = min(plan.value for plan in (*(point.plan for point in points), *published))
     unit, times = (", ms", 1000.0) if units.in_bytes else ("", 1.0)
     heading = ["schedule", "limit, chunks", "peak, chunks", f"step time{unit}", "above the fastest"]
     rows = [[*heading, f"lower bound{unit}"]]
@@ -93,13 +93,16 @@ def _frontier_rows(
     def number(value: float, digits: int = 4) -> str:
         return fixed(value, digits).replace(",", "")
 
-    for point in sorted([*points, *published], key=lambda point: (point.limit, point.value)):
-        bound = "" if point.plan is None else number(point.plan.lower_bound / times, 6)
-        limit = "" if point.plan is None else number(point.limit / units.chunk)
-        peak, value = number(point.peak / units.chunk), number(point.value / times, 6)
-        name, slower = plain(point.schedule.name), percent(point.value / fastest - 1)
-        rows.append([name, limit, peak, value, slower, bound])
-    return rows
+    def cells(plan: EvaluatedSchedule, limit: str = "", bound: str = "") -> list[str]:
+        peak, value = number(max(plan.peak) / units.chunk), number(plan.value / times, 6)
+        name, slower = plain(plan.schedule.name), percent(plan.value / fastest - 1)
+        return [name, limit, peak, value, slower, bound]
+
+    by_memory = [(max(plan.peak), plan.value, cells(plan)) for plan in published]
+    for limit, plan in points:
+        bound = number(plan.lower_bound / times, 6)
+        by_memory.append((limit, plan.value, cells(plan, number(limit / units.chunk), bound)))
+    return rows + [row for *_, row in sorted(by_memory)]
 
 
 def write_page(
@@ -109,7 +112,7 @@ def write_page(
     from megatron_vshape.playground.html import plain_facts, write_html
 
     plan, costs = result.plan, result.costs
-    timeline = simulate(plan.schedule, costs)
+    timeline = plan.timeline
     base = base_peak(plan.schedule.num_devices, costs)
     facts = replace(
         plain_facts(timeline, in_bytes=units.in_bytes, base_peak=base),

@@ -15,6 +15,7 @@ from megatron_vshape.cli.options import (
     stage_cost_function,
 )
 from megatron_vshape.core.check.simulate import usable_host_bytes
+from megatron_vshape.core.evaluation import limits_of
 from megatron_vshape.core.model.amounts import SAVED_US
 from megatron_vshape.core.model.costs import Costs, chunk_of, with_copies
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
@@ -29,13 +30,8 @@ from megatron_vshape.core.planner.vocabulary import (
     shared_pieces,
 )
 from megatron_vshape.core.program.torch_file import find_torch_name
-from megatron_vshape.core.request import (
-    AUTO,
-    SUFFIXES,
-    PlanRequest,
-    StageCostFunction,
-    limits_of,
-)
+from megatron_vshape.core.request import PlanRequest, StageCostFunction
+from megatron_vshape.core.schedule_names import AUTO, SUFFIXES
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import GIB
 

@@ -32,6 +32,7 @@ from megatron_vshape.cli.torch_export import (
 )
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.evaluation import find_schedule
 from megatron_vshape.core.model.amounts import STATE_BYTES
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -39,13 +40,12 @@ from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.paper.blocks import BuildingBlock
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, OPTIONS, canonical_name
 from megatron_vshape.core.plan import plan_request
-from megatron_vshape.core.request import (
+from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.schedule_names import (
     NOT_STOCK,
     PLUS_NAMES,
     SCHEDULE_NAMES,
     SUFFIXES,
-    PlanRequest,
-    find_schedule,
     why_not_stock,
 )
 from megatron_vshape.view.chrome_trace import write_trace

@@ -1,28 +1,24 @@
 """Memory against step time: plans for several limits, and the published schedules."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import LimitError
+from megatron_vshape.core.evaluated_schedule import EvaluatedSchedule
+from megatron_vshape.core.evaluation import evaluate_named
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.core.plan import plan_request
-from megatron_vshape.core.planner.result import Plan
-from megatron_vshape.core.request import SAME, PlanRequest, evaluate_named
+from megatron_vshape.core.request import SAME, PlanRequest
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A schedule at a memory limit. `limit` and `peak` are in the unit of the costs' memory."""
+class Point(NamedTuple):
+    """A plan at a memory limit, in the unit of the costs' memory."""
 
     limit: float
-    peak: float
-    value: float
-    bubble: float
-    schedule: Schedule
-    plan: Plan | None = None  # None for a published schedule
+    plan: EvaluatedSchedule
 
 
 def frontier(
@@ -41,7 +37,7 @@ def frontier(
         ScheduleError: there is no limit, or the counts and the costs do not match.
     """
     points: list[Point] = []
-    best: Plan | None = None
+    best: EvaluatedSchedule | None = None
     if not limits:
         raise ScheduleError("a frontier needs a limit at least; none is given")
     for limit in sorted(limits):
@@ -57,17 +53,15 @@ def frontier(
         if best is not None and best.value <= plan.value * (1 + SAME):
             plan = replace(best, lower_bound=min(best.lower_bound, plan.lower_bound))
         best = plan
-        points.append(Point(limit, max(plan.peak), plan.value, plan.bubble, plan.schedule, plan))
+        points.append(Point(limit, plan))
         report(points[-1])
     return points
 
 
-def published_points(request: PlanRequest) -> Iterator[Point]:
-    """Yield the catalogue's schedules as points, with the request's costs for each."""
+def published_schedules(request: PlanRequest) -> Iterator[EvaluatedSchedule]:
+    """Yield the catalogue's schedules, with the request's costs for each."""
     for name in NAMES:
         try:
-            evaluated = evaluate_named(name, request)
+            yield evaluate_named(name, request)
         except ScheduleError:  # not for this size, or no costs for its stages
             continue
-        peak, value = max(evaluated.peak), request.objective.of(evaluated.timeline)
-        yield Point(peak, peak, value, 1 - evaluated.timeline.busy / value, evaluated.schedule)

@@ -6,46 +6,43 @@ equal times, the plan with less memory is chosen.
 """
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from operator import sub
 
 from megatron_vshape.core.budget import Budget
-from megatron_vshape.core.check.bounds import MAX_GAP, LimitError, bound_at, fits, without_state
-from megatron_vshape.core.check.simulate import costs_of
+from megatron_vshape.core.check.bounds import MAX_GAP, LimitError, fits
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.model.costs import Costs, without_copies
-from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
-from megatron_vshape.core.model.placement import Placement, stages_of
-from megatron_vshape.core.model.schedule import Objective, Schedule
-from megatron_vshape.core.paper.blocks import BuildingBlock
-from megatron_vshape.core.paper.catalogue import EVERY_NAME
-from megatron_vshape.core.planner.result import Plan
-from megatron_vshape.core.planner.vocabulary import (
-    PENDING_LOGITS,
-    most_logits_bytes,
-    share_vocabulary,
-    without_shared,
+from megatron_vshape.core.comparison import (
+    as_plan,
+    cached_bound,
+    fitting_results,
+    possible_baselines,
+    result_rank,
+    with_fused_backwards,
 )
-from megatron_vshape.core.program.lowering import with_full_backwards
-from megatron_vshape.core.request import (
-    AUTO,
-    PLUS,
-    PLUS_NAMES,
-    SAME,
-    BaselineSpec,
-    EvaluatedSchedule,
-    PlanRequest,
-    PlanResult,
-    baselines_of,
+from megatron_vshape.core.evaluated_schedule import EvaluatedSchedule
+from megatron_vshape.core.evaluation import (
     evaluate_named,
     evaluate_schedule,
     find_schedule,
     limits_of,
-    with_all_kinds,
-    with_chunks,
 )
+from megatron_vshape.core.model.costs import Costs, without_copies
+from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
+from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.paper.catalogue import EVERY_NAME
+from megatron_vshape.core.planner.vocabulary import (
+    PENDING_LOGITS,
+    most_logits_bytes,
+    share_vocabulary,
+    with_vocabulary_passes,
+    without_shared,
+)
+from megatron_vshape.core.program.lowering import with_full_backwards
+from megatron_vshape.core.request import PlanRequest, PlanResult
+from megatron_vshape.core.schedule_names import AUTO, PLUS, PLUS_NAMES, BaselineSpec, with_chunks
 
 _MIN_SAVING = 0.002
 """Minimum share of the work that full backwards must save to be planned; smaller
@@ -87,7 +84,7 @@ def plan_request(request: PlanRequest, budget: Budget | None = None) -> PlanResu
         # The name includes the chunks, to distinguish several schedules of one name.
         name = schedule if spec.chunks is None else replace(schedule, name=name)
     costs = request.costs_of(name.placement, name.name)
-    return PlanResult(with_all_kinds(name, costs), costs, block)
+    return PlanResult(with_vocabulary_passes(name, costs), costs, block)
 
 
 @lru_cache(maxsize=64)
@@ -128,7 +125,7 @@ def _plan_auto(request: PlanRequest, budget: Budget) -> PlanResult:
     Evaluated schedules are those that could be better, and those in the request. Among equal times,
     the result with less memory is chosen; among equal ones, Megatron's.
     """
-    limits, goal = limits_of(request), request.objective
+    limits = limits_of(request)
     request = replace(request, limit=limits)
     placements = request.searched_placements()
     results: list[PlanResult] = []
@@ -154,44 +151,15 @@ def _plan_auto(request: PlanRequest, budget: Budget) -> PlanResult:
                 raise
             rejected = rejected or error
     best_value = min((result.plan.value for result in results), default=math.inf)
-    generated = _baselines(request, best_value, budget)
-    baselines = [
-        _with_fused_backwards(evaluated, goal) for evaluated in (*request.baselines, *generated)
-    ]
-    results += [
-        _as_result(evaluated, limits, goal)
-        for evaluated in baselines
-        if fits(evaluated.peak, limits)
-    ]
+    generated = possible_baselines(request, best_value, budget)
+    baselines = [with_fused_backwards(evaluated) for evaluated in (*request.baselines, *generated)]
+    results += fitting_results(baselines, limits)
     if not results:
         raise rejected or ScheduleError("nothing fits")
-    best = min(results, key=_result_rank)
+    best = min(results, key=result_rank)
     verify(best.schedule, limits, best.costs)
     bound = min(best.plan.value, best.plan.lower_bound, *bounds.values())
     return replace(best, baselines=tuple(baselines), searched_bound=bound)
-
-
-def no_worse_than_published(
-    request: PlanRequest, stopped_result: PlanResult | None
-) -> PlanResult | None:
-    """Return the result of a stopped search, or the fastest published schedule if that is faster.
-
-    It evaluates the published schedules that fit, in about a second.
-    """
-    limits, goal = limits_of(request), request.objective
-    evaluated_schedules = [
-        _with_fused_backwards(evaluated, goal)
-        for evaluated in _baselines(request, math.inf, Budget())
-    ]
-    fitting = [
-        _as_result(evaluated, limits, goal)
-        for evaluated in evaluated_schedules
-        if fits(evaluated.peak, limits)
-    ]
-    best = min(fitting, key=_result_rank, default=stopped_result)
-    if stopped_result is None or best is None:
-        return best
-    return best if best.plan.value < stopped_result.plan.value * (1 - SAME) else stopped_result
 
 
 def _for_placement(request: PlanRequest, placement: Placement, share: float) -> PlanRequest:
@@ -199,12 +167,6 @@ def _for_placement(request: PlanRequest, placement: Placement, share: float) -> 
     costs = request.costs_of(placement, "a plan")
     seconds = None if request.seconds is None else share * request.seconds
     return replace(request, costs=costs, placements=(placement,), seconds=seconds)
-
-
-def _result_rank(result: PlanResult) -> tuple[float, float, bool]:
-    """Return the sort key of a result; values within rounding are equal."""
-    value, peak = (float(f"{number:.9g}") for number in (result.plan.value, max(result.plan.peak)))
-    return value, peak, not result.is_megatrons
 
 
 def _search(request: PlanRequest, budget: Budget) -> PlanResult:
@@ -234,27 +196,25 @@ def _search(request: PlanRequest, budget: Budget) -> PlanResult:
         in_host=request.moved_limit,
     )
 
-    def result_of(plan: Plan) -> PlanResult:
+    def result_of(plan: EvaluatedSchedule) -> PlanResult:
         costs_of_plan = request.costs_of(plan.schedule.placement, "the plan")
-        return PlanResult(plan.schedule, costs_of_plan, searched=plan, limits=limits)
+        return PlanResult.of_plan(replace(plan, costs=costs_of_plan), limits)
 
     plan = searched(begun=lambda best: budget.register_result(lambda: result_of(best())))
     result = result_of(plan)
     if result.costs.whole_us is None:
         return result
     # The best of three plans: all backwards split, adjacent B and W fused, none split.
-    split = evaluate_schedule(plan.schedule, result.costs)
-    candidates = [_with_fused_backwards(split, request.objective), split]
+    split = evaluate_schedule(plan.schedule, result.costs, request.objective)
+    candidates = [with_fused_backwards(split), split]
     if may_use_full:
         schedule = with_full_backwards(searched(whole=True).schedule)
-        candidates.append(
-            evaluate_schedule(schedule, request.costs_of(schedule.placement, "the plan"))
-        )
+        costs_of_schedule = request.costs_of(schedule.placement, "the plan")
+        candidates.append(evaluate_schedule(schedule, costs_of_schedule, request.objective))
     candidates = [candidate for candidate in candidates if fits(candidate.peak, limits)]
-    best = min(candidates, key=lambda candidate: request.objective.of(candidate.timeline))
-    fused = _as_plan(best, limits, request.objective, plan.source, plan.steps)
-    fused = replace(fused, evaluated_strategies=plan.evaluated_strategies)
-    return PlanResult(fused.schedule, best.costs, searched=fused, limits=limits)
+    best = as_plan(min(candidates, key=lambda candidate: candidate.value), limits, plan)
+    best = replace(best, evaluated_strategies=plan.evaluated_strategies)
+    return PlanResult.of_plan(best, limits)
 
 
 def _search_shared(request: PlanRequest, budget: Budget) -> PlanResult:
@@ -264,8 +224,8 @@ def _search_shared(request: PlanRequest, budget: Budget) -> PlanResult:
     are large; and without optional strategies, because the best schedule without vocabulary
     parallelism may not be the best with it.
     """
-    costs_of_request, goal, limits = request.full_costs(), request.objective, limits_of(request)
-    candidates: list[tuple[EvaluatedSchedule, Plan]] = []
+    costs_of_request, limits = request.full_costs(), limits_of(request)
+    candidates: list[tuple[EvaluatedSchedule, EvaluatedSchedule]] = []
     rejected = ScheduleError("nothing fits")
     has_large_logits = most_logits_bytes(costs_of_request) > max(
         costs_of_request.held_after_forward_bytes
@@ -280,7 +240,7 @@ def _search_shared(request: PlanRequest, budget: Budget) -> PlanResult:
             for placement_request in requests
         ]
     for placement_request in requests:
-        fitting: list[tuple[EvaluatedSchedule, Plan]] = []
+        fitting: list[tuple[EvaluatedSchedule, EvaluatedSchedule]] = []
         for num_pending in sorted(PENDING_LOGITS, reverse=True):
             if fitting and not has_large_logits:
                 break
@@ -291,15 +251,14 @@ def _search_shared(request: PlanRequest, budget: Budget) -> PlanResult:
         candidates += fitting
     if not candidates:
         raise rejected
-    best, plan = min(candidates, key=lambda candidate: goal.of(candidate[0].timeline))
+    best, plan = min(candidates, key=lambda candidate: candidate[0].value)
     costs = request.costs_of(best.schedule.placement, "the plan")
-    shared = _as_plan(best._replace(costs=costs), limits, goal, plan.source, plan.steps)
-    return PlanResult(shared.schedule, costs, searched=shared, limits=limits)
+    return PlanResult.of_plan(as_plan(replace(best, costs=costs), limits, plan), limits)
 
 
 def _search_with_logits(
     request: PlanRequest, num_pending: int, budget: Budget
-) -> tuple[EvaluatedSchedule, Plan]:
+) -> tuple[EvaluatedSchedule, EvaluatedSchedule]:
     """Plan with vocabulary parallelism and the logits of `num_pending` microbatches in memory.
 
     Returns the schedule and the plan of its F, B and W. Their search has the memory that the logits
@@ -320,79 +279,17 @@ def _search_with_logits(
         min(map(sub, limits, plan.peak)),
         [count for count in PENDING_LOGITS if count <= num_pending],
     )
-    return evaluate_schedule(share_vocabulary(plan.schedule, costs, spare, counts), costs), plan
+    schedule = share_vocabulary(plan.schedule, costs, spare, counts)
+    return evaluate_schedule(schedule, costs, request.objective), plan
 
 
 def _bound(request: PlanRequest, placement: Placement) -> float:
     costs, limits = request.costs_of(placement, "a plan"), limits_of(request)
     microbatches = request.num_microbatches
     return min(
-        _cached_bound(costs.sliced(num_slices), placement, microbatches, limits, request.objective)
+        cached_bound(costs.sliced(num_slices), placement, microbatches, limits, request.objective)
         for num_slices in request.slice_counts()
     )
-
-
-_cached_bound = lru_cache(maxsize=256)(bound_at)
-"""Bounds of placements, cached because they are required before and after a search."""
-
-
-def _baselines(request: PlanRequest, value: float, budget: Budget) -> Iterator[EvaluatedSchedule]:
-    """Yield the evaluated schedules that may be better than a plan of this value.
-
-    Schedules that cannot be better or cannot fit are not generated.
-    """
-    limits, microbatches = limits_of(request), request.num_microbatches
-    for baseline, block in _blocks(request):
-        if value < math.inf and budget.stopped():
-            return
-        try:
-            costs = request.costs_of(block.placement, str(baseline)).sliced(baseline.slices)
-        except ScheduleError:  # the costs do not have its stages
-            continue
-        placement, alone = block.placement, without_copies(costs)
-        if not request.allows(placement) or not _may_fit(block, costs, microbatches, limits):
-            continue
-        bound = _cached_bound(alone, placement, microbatches, limits, request.objective)
-        if bound <= value * (1 + SAME):
-            yield evaluate_named(baseline, request)
-
-
-def _blocks(request: PlanRequest) -> Iterator[tuple[BaselineSpec, BuildingBlock]]:
-    """Yield the published schedules of these sizes with their blocks."""
-    chunks, slices = request.chunk_counts(), request.slice_counts()
-    return baselines_of(request.num_devices, request.num_microbatches, chunks, slices)
-
-
-def _may_fit(
-    block: BuildingBlock, costs: Costs, num_microbatches: int, limits: Sequence[float]
-) -> bool:
-    """Return whether the block's schedule may fit; False if its steady phase exceeds the limits."""
-    if num_microbatches * costs.slices < 2 * block.num_devices:  # it may have no steady phase
-        return True
-    retained = list(map(min, costs.held_after_forward_bytes, costs.held_after_backward_bytes))
-    rows = zip(block.peaks(), stages_of(block.placement, block.num_devices), strict=True)
-    _, limits = without_state(costs, block.placement, limits)
-    return fits(
-        [peak * min(retained[stage] for stage in local_stages) for peak, local_stages in rows],
-        limits,
-    )
-
-
-def _with_fused_backwards(evaluated: EvaluatedSchedule, objective: Objective) -> EvaluatedSchedule:
-    """Fuse B and W to BW where that is not slower, if BW has a separate cost.
-
-    B sends its gradient before W has run, and W fills idle time. BW costs less if it hides a
-    collective or saves launch overhead. So the better choice depends on the position: BW in the
-    steady state, if no pass waits for B; B in warm-up and cool-down, where a chain of B is the
-    critical path.
-    """
-    if evaluated.costs.whole_us is None:
-        return evaluated
-    # Imported here because numba needs a second to import.
-    from megatron_vshape.core.fusing import fuse_backwards
-
-    schedule = fuse_backwards(evaluated.timeline, evaluated.costs, objective)
-    return evaluate_schedule(schedule, evaluated.costs)._replace(baseline=evaluated.baseline)
 
 
 def full_backward_saving(costs: Costs) -> float:
@@ -406,68 +303,3 @@ def full_backward_saving(costs: Costs) -> float:
     if full_backward_us is None:
         return 0.0
     return max(0.0, 1 - (sum(forward_us) + sum(full_backward_us)) / sum(split_us))
-
-
-def compare_baselines(
-    request: PlanRequest, result: PlanResult, budget: Budget | None = None
-) -> Iterator[EvaluatedSchedule]:
-    """Yield Megatron's and the published schedules for a comparison with the result.
-
-    Schedules with optional chunks that do not fit or cannot be faster are omitted unless Megatron
-    runs them, because they are slow to generate. After the budget is used up, no schedule is
-    generated.
-    """
-    evaluated_by_spec = {evaluated.baseline: evaluated for evaluated in result.baselines}
-    for baseline, _ in _blocks(request):
-        is_megatrons = baseline.is_megatrons(request.num_devices, request.num_microbatches)
-        if baseline in evaluated_by_spec:
-            yield evaluated_by_spec[baseline]
-        elif baseline.chunks is None or is_megatrons:
-            if budget is not None and budget.stopped():
-                continue
-            try:
-                evaluated = evaluate_named(baseline, request)
-            except ScheduleError:  # the costs do not have its stages
-                continue
-            yield _with_fused_backwards(evaluated, request.objective)
-
-
-def _as_result(
-    evaluated: EvaluatedSchedule, limits: tuple[float, ...], objective: Objective
-) -> PlanResult:
-    """Convert an evaluated schedule to a result."""
-    plan = _as_plan(
-        evaluated, limits, objective, str(evaluated.baseline or evaluated.schedule.name)
-    )
-    return PlanResult(
-        plan.schedule,
-        evaluated.costs,
-        searched=plan,
-        limits=limits,
-        baseline=evaluated.baseline,
-        is_megatrons=evaluated.is_megatrons,
-    )
-
-
-def _as_plan(
-    evaluated: EvaluatedSchedule,
-    limits: Sequence[float],
-    objective: Objective,
-    source: str,
-    steps: int = 0,
-) -> Plan:
-    """Convert an evaluated schedule to the result of a search."""
-    schedule, value = evaluated.schedule, objective.of(evaluated.timeline)
-    microbatches = schedule.unsliced_microbatches
-    costs = costs_of(schedule, evaluated.costs)
-    bound = bound_at(costs, schedule.placement, microbatches, limits, objective)
-    return Plan(
-        replace(schedule, name="plan"),
-        objective,
-        value,
-        evaluated.timeline.busy,
-        min(bound, value),
-        evaluated.peak,
-        source,
-        steps,
-    )

@@ -20,7 +20,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.files import is_whole
 from megatron_vshape.core.model.pieces import Encoder
 from megatron_vshape.core.paper import catalogue
-from megatron_vshape.core.request import AUTO, MEGATRONS_OWN, PLUS_NAMES, is_megatrons_own
+from megatron_vshape.core.schedule_names import AUTO, MEGATRONS_OWN, PLUS_NAMES, is_megatrons_own
 
 VARIABLE = "MEGATRON_VSHAPE"
 
@@ -58,7 +58,7 @@ class Values(NamedTuple):
             raise ArgumentTypeError(f"{text!r:.40} is not {self.wants}") from None
 
     def check(self, value: Any, option_name: str) -> None:
-        """Raise UnsupportedError, with the option's name `named`, if the value is invalid."""
+        """Raise UnsupportedError, naming the option, if the value is invalid."""
         if not self.fits(value):
             shown = f"{value:g}" if isinstance(value, float) else f"{value!r:.40}"
             raise UnsupportedError(f"{option_name} {shown} is not {self.wants}")

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.request import PLUS_NAMES
+from megatron_vshape.core.schedule_names import PLUS_NAMES
 from megatron_vshape.playground.picture import Facts, Picture, encode, size_note, trace_text
 from megatron_vshape.playground.request import (
     AnswerKind,

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from megatron_vshape.core.paper.catalogue import OPTIONS
-from megatron_vshape.core.request import PLUS_NAMES, SCHEDULE_NAMES
+from megatron_vshape.core.schedule_names import PLUS_NAMES, SCHEDULE_NAMES
 from megatron_vshape.playground.picture import palette
 from megatron_vshape.view.names import display_name
 

@@ -12,7 +12,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper import catalogue
 from megatron_vshape.core.paper.catalogue import OPTIONS
-from megatron_vshape.core.request import SCHEDULE_NAMES
+from megatron_vshape.core.schedule_names import SCHEDULE_NAMES
 
 _MAX_DEVICES = 256
 _MAX_MICROBATCHES = 16_384

@@ -4,7 +4,8 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.pieces import regroup, with_ends
 from megatron_vshape.core.model.stage_costs import StageCosts
-from megatron_vshape.core.request import AUTO, PlanRequest, StageCostFunction
+from megatron_vshape.core.request import PlanRequest, StageCostFunction
+from megatron_vshape.core.schedule_names import AUTO
 from megatron_vshape.playground.request import MOST_CHUNKS, CostChoice, FieldError
 from megatron_vshape.view.numbers import base_peak
 

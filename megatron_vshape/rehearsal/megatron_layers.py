@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_vshape.core.model.layers import even_with_ends
-from megatron_vshape.core.request import megatrons_name
+from megatron_vshape.core.schedule_names import megatrons_name
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.given_layout import layers_in, layout_of
 from megatron_vshape.rehearsal.flags import Command, flag_changes

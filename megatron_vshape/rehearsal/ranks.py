@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.request import is_megatrons_own
+from megatron_vshape.core.schedule_names import is_megatrons_own
 from megatron_vshape.rehearsal import sources
 from megatron_vshape.rehearsal.flags import (
     SCHEDULE,

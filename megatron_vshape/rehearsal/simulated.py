@@ -11,7 +11,7 @@ from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.plan import published_schedule
-from megatron_vshape.core.request import megatrons_name
+from megatron_vshape.core.schedule_names import megatrons_name
 from megatron_vshape.rehearsal.costs_from_reports import pass_times
 from megatron_vshape.rehearsal.flags import SCHEDULE, Command
 from megatron_vshape.rehearsal.gpus import Gpu

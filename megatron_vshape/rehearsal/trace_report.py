@@ -62,7 +62,7 @@ def report_of_trace(
         ledger: memory and work of its last step.
         model: its chunks.
         steps: its steps.
-        seconds: duration of the dry run. `ignored_flags` are not set.
+        seconds: duration of the dry run.
     """
     from megatron.core.package_info import __version__
 

@@ -24,7 +24,7 @@ MOST_BYTES = 256 << 20
 class Copies(NamedTuple):
     """Bytes of one microbatch and stage that can be offloaded, and their copy times.
 
-    The `beside` times are those of a copy while another copy runs in the other direction.
+    The last two times are those of a copy while another copy runs in the other direction.
     """
 
     num_bytes: float
@@ -52,7 +52,7 @@ def costs_with_copies(costs: Costs, stages: Sequence[Copies], source: str) -> Co
 def with_copies(costs: Costs, bytes_by_stage: Mapping[int, int], device: torch.device) -> Costs:
     """Add the cost of copies, measured on all ranks at the same time.
 
-    `moved` has the bytes per stage of this rank. All ranks of the world call this.
+    `bytes_by_stage` is about this rank. All ranks of the world call this.
     """
     local_copies = measure_copies(device, max(bytes_by_stage.values()))
     copies_by_stage = {stage: local_copies.of(size) for stage, size in bytes_by_stage.items()}

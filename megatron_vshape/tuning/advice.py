@@ -12,7 +12,7 @@ from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.layers import AUTO_SPLIT, even_layers, even_with_ends
 from megatron_vshape.core.model.placement import Placement, looping, v_shape
 from megatron_vshape.core.plan import published_schedule
-from megatron_vshape.core.request import (
+from megatron_vshape.core.schedule_names import (
     AUTO,
     MEMORY_NAMES,
     PLUS_NAMES,

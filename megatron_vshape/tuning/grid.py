@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper import catalogue
 from megatron_vshape.core.paper.catalogue import OPTIONS
-from megatron_vshape.core.request import with_chunks
+from megatron_vshape.core.schedule_names import with_chunks
 from megatron_vshape.tuning.configurations import (
     ADAPTIVE,
     Configuration,

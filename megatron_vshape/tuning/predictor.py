@@ -20,7 +20,9 @@ from megatron_vshape.core.model.pieces import Pieces, under_megatron
 from megatron_vshape.core.model.placement import Placement, default_placements, looping
 from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
 from megatron_vshape.core.plan import plan_request, published_schedule
-from megatron_vshape.core.request import AUTO, PlanRequest, with_all_kinds
+from megatron_vshape.core.planner.vocabulary import with_vocabulary_passes
+from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.schedule_names import AUTO
 from megatron_vshape.rehearsal.configuration_costs import (
     CountedCosts,
     Ranks,
@@ -308,7 +310,7 @@ class Predictor:
 
         `timeline` is given if planning has simulated it already.
         """
-        schedule = with_all_kinds(schedule, costs)
+        schedule = with_vocabulary_passes(schedule, costs)
         gpu, communicators = self.machine.gpu, self.counts(config).communicators
         outside = gpu.outside_bytes(communicators)
         fixed = costs.fixed_bytes(schedule.placement, schedule.num_devices)
@@ -411,8 +413,8 @@ class Predictor:
             result = plan_request(request, Budget(_PATIENCE * seconds))
         except ScheduleError:
             return None
-        name = ADAPTIVE if result.baseline is None else str(result.baseline)
-        if result.is_megatrons:
+        name = ADAPTIVE if result.plan.baseline is None else str(result.plan.baseline)
+        if result.plan.is_megatrons:
             stock = self.published(
                 replace(config, schedule=name), result.costs.layers, is_stock=True
             )

@@ -70,7 +70,7 @@ def prune_predictions(predictions: Iterable[Prediction], pruning: Pruning) -> Pr
 def _pruning_reason(
     prediction: Prediction, position: int, fitting: Sequence[Prediction], pruning: Pruning
 ) -> str | None:
-    """Return the reason why the prediction at `place` among those that fit is not worth a run."""
+    """Return the reason why the prediction at `position` of those that fit is not worth a run."""
     config = prediction.configuration
     faster_schedules = {faster.configuration.schedule for faster in fitting[:position]}
     if config.arguments or config.schedule not in faster_schedules:

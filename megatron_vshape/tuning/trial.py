@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.request import AUTO, PLUS_NAMES
+from megatron_vshape.core.schedule_names import AUTO, PLUS_NAMES
 from megatron_vshape.mcore.options import schedule_names
 from megatron_vshape.rehearsal import flags
 from megatron_vshape.rehearsal.flags import FILES, SCHEDULE, Command, flag_changes, read_command

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from megatron_vshape.core.evaluated_schedule import EvaluatedSchedule
 from megatron_vshape.core.frontier import Point
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.view.names import display_name
@@ -19,7 +20,10 @@ _PUBLISHED = "#333333"
 
 
 def frontier_figure(
-    planned: Sequence[Point], published: Sequence[Point], memory_label: str, scale: float = 1.0
+    planned: Sequence[Point],
+    published: Sequence[EvaluatedSchedule],
+    memory_label: str,
+    scale: float = 1.0,
 ) -> Figure:
     """Draw the plans as steps, since more memory never hurts, and each schedule as a point.
 
@@ -27,10 +31,11 @@ def frontier_figure(
     plan or schedule rather than bubbles: a bubble is relative to the work of the busiest device,
     which depends on the placement.
     """
-    fastest = min(point.value for point in (*planned, *published))
+    plans = [point.plan for point in planned]
+    fastest = min(plan.value for plan in (*plans, *published))
 
-    def slower(point: Point) -> float:
-        return 100 * (point.value / fastest - 1)
+    def slower(plan: EvaluatedSchedule) -> float:
+        return 100 * (plan.value / fastest - 1)
 
     figure = Figure(figsize=(6.8, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
@@ -39,25 +44,27 @@ def frontier_figure(
     limits = [point.limit * scale for point in planned]
     axes.step(
         limits,
-        [*map(slower, planned)],
+        [*map(slower, plans)],
         where="post",
         color=Kind.F.colour,
         marker="o",
         markersize=3,
         label="plan at this limit",
     )
-    nearby_points = [point for point in published if point.peak * scale <= _REACH * limits[-1]]
-    for point in nearby_points:
-        place = point.peak * scale, slower(point)
+    nearby = [
+        schedule for schedule in published if max(schedule.peak) * scale <= _REACH * limits[-1]
+    ]
+    for evaluated in nearby:
+        place = max(evaluated.peak) * scale, slower(evaluated)
         axes.plot(*place, marker="D", markersize=4, linestyle="", color=_PUBLISHED)
-        name = display_name(point.schedule.name)
+        name = display_name(evaluated.schedule.name)
         axes.annotate(name, place, xytext=(6, 0), textcoords="offset points", va="center")
     axes.set_xlabel(memory_label)
     axes.set_ylabel("step time, % above the fastest")
     # The lowest limits are several times slower; most useful plans are close to the fastest.
     axes.set_yscale("symlog", linthresh=1, linscale=0.5, subs=range(2, 10))
     axes.set_yticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
-    axes.set_ylim(0, 1.1 * max(*map(slower, (*planned, *nearby_points)), 1.0))
+    axes.set_ylim(0, 1.1 * max(*map(slower, (*plans, *nearby)), 1.0))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper right")

@@ -4,18 +4,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_vshape.core.check.bounds import fits
-from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.evaluated_schedule import EvaluatedSchedule
 from megatron_vshape.core.model.kinds import Kind
-from megatron_vshape.core.model.schedule import Objective, Schedule
-from megatron_vshape.core.planner.result import Plan
-from megatron_vshape.core.request import (
-    MEGATRONS_OWN,
-    NOT_STOCK,
-    SAME,
-    EvaluatedSchedule,
-    PlanResult,
-    why_not_stock,
-)
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.request import SAME, PlanResult
+from megatron_vshape.core.schedule_names import MEGATRONS_OWN, NOT_STOCK, why_not_stock
 from megatron_vshape.view.names import placement_text
 from megatron_vshape.view.numbers import (
     UnitFormat,
@@ -37,7 +30,7 @@ _RUNNERS_UP = 3
 
 def format_best_so_far(result: PlanResult) -> str:
     """Format the result of a search that was stopped."""
-    name = "the plan" if result.baseline is None else f"{result.baseline}, as published"
+    name = "the plan" if result.plan.baseline is None else f"{result.plan.baseline}, as published"
     is_optimal = percent(result.plan.gap) == percent(0.0)  # for its placement
     better = "plan with another placement" if is_optimal else "plan"
     return f"best so far: {name}; more time may find a better {better}"
@@ -55,13 +48,12 @@ def _split_text(schedule: Schedule) -> str:
 def plan_lines(result: PlanResult, limit: float, units: UnitFormat) -> list[str]:
     """Format the figures of a plan within a memory limit, one per line."""
     plan, slices = result.plan, result.schedule.slices
-    timeline = simulate(plan.schedule, result.costs)
     time, memory, unit = units.time, units.memory, "" if units.in_bytes else " in --cost units"
     lines = [
         (str(plan.objective), f"{time(plan.value)}{unit}"),
         ("busy time", f"{time(plan.busy)} (busiest rank)"),
-        ("bubble", f"{percent(plan.bubble)} ({time(_without_rounding_error(plan))})"),
-        *labelled("idle", idle_lines(timeline)),
+        ("bubble", f"{percent(plan.bubble)} ({time(plan.overhead)})"),
+        *labelled("idle", idle_lines(plan.timeline)),
         ("lower bound", f"{time(plan.lower_bound)} for this placement"),
         ("optimality gap", _gap_text(result)),
         ("placement", placement_text(plan.schedule)),
@@ -69,17 +61,12 @@ def plan_lines(result: PlanResult, limit: float, units: UnitFormat) -> list[str]
         ("peak memory", f"{memory(max(plan.peak))}, limit {memory(limit)}"),
         *labelled("per rank", peak_lines(plan.schedule, result.costs)),
         ("split backward", _split_text(plan.schedule)),
-        *trade_lines(timeline, result.costs, memory),
+        *trade_lines(plan.timeline, result.costs, memory),
     ]
     if units.in_bytes:
         lines += labelled("costs", overhead_lines(result.costs))
     lines += labelled("layers", layer_lines(result.costs))
     return [f"{label:<16}{value}" for label, value in lines]
-
-
-def _without_rounding_error(plan: Plan) -> float:
-    """Return the idle time of the busiest rank; 0 if it is a rounding error of the step time."""
-    return plan.overhead if abs(plan.overhead) > 1e-9 * plan.value else 0.0
 
 
 def _gap_text(result: PlanResult) -> str:
@@ -105,7 +92,6 @@ class _TableRow(NamedTuple):
 def comparison_table(
     result: PlanResult,
     evaluated_schedules: Iterable[EvaluatedSchedule],
-    objective: Objective,
     units: UnitFormat,
     every: bool = False,
 ) -> str:
@@ -118,27 +104,24 @@ def comparison_table(
     Args:
         result: the plan result.
         evaluated_schedules: the schedules to compare with it.
-        objective: value by which the rows are sorted.
         units: formats times and memory.
         every: format all rows.
     """
-    idle = simulate(result.schedule, result.costs).mean_idle
     best = result.plan
-    name = "plan" if result.baseline is None else str(result.baseline)
+    name = "plan" if best.baseline is None else str(best.baseline)
     table_rows: list[_TableRow] = []
     for evaluated in evaluated_schedules:
-        if evaluated.baseline is not None and evaluated.baseline == result.baseline:
+        if evaluated.baseline is not None and evaluated.baseline == best.baseline:
             continue
-        value = objective.of(evaluated.timeline)
         within = fits(evaluated.peak, result.limits)
-        cells = _cells(evaluated, value, within, result, units)
+        cells = _cells(evaluated, within, result, units)
         family = cells[0] if evaluated.baseline is None else evaluated.baseline.name
-        table_rows.append(_TableRow(not within, value, family, cells))
+        table_rows.append(_TableRow(not within, evaluated.value, family, cells))
     table_rows += _strategy_rows(result, units.time)
     table_rows.sort(key=lambda row: row[:2])
     shown = table_rows if every else _worth_showing(table_rows, best.value)
     plan_row = [name, str(result.schedule.num_chunks), units.memory(max(best.peak))]
-    plan_row += [units.time(best.value), percent(idle), "recommended"]
+    plan_row += [units.time(best.value), percent(best.timeline.mean_idle), "recommended"]
     text = table([_HEADING, plan_row, *(row.cells for row in shown)])
     if num_omitted := len(table_rows) - len(shown):
         text += f"\n{num_omitted} more rows with --all: slower, or above the limit and not faster"
@@ -181,9 +164,9 @@ def _strategy_rows(result: PlanResult, time: Callable[[float], str]) -> Iterator
 
 
 def _cells(
-    evaluated: EvaluatedSchedule, value: float, within: bool, result: PlanResult, units: UnitFormat
+    evaluated: EvaluatedSchedule, within: bool, result: PlanResult, units: UnitFormat
 ) -> list[str]:
-    slower = value / result.plan.value - 1
+    slower = evaluated.value / result.plan.value - 1
     if within:
         why = f"{percent(slower)} slower" if slower > 1e-9 else "as fast"
     else:
@@ -198,7 +181,7 @@ def _cells(
         str(baseline),
         str(evaluated.schedule.num_chunks),
         peak,
-        units.time(value),
+        units.time(evaluated.value),
         idle,
         why + (f"; {NOT_STOCK}" if is_rejected else ""),
     ]
@@ -206,8 +189,8 @@ def _cells(
 
 def format_recommendation(result: PlanResult) -> str:
     """Format the recommendation as one sentence."""
-    baseline, chunks = result.baseline, result.schedule.num_chunks
-    if baseline is not None and result.is_megatrons:
+    baseline, chunks = result.plan.baseline, result.schedule.num_chunks
+    if baseline is not None and result.plan.is_megatrons:
         stages = f" with {chunks} virtual stages per rank" if chunks > 1 else ""
         name = f"stock Megatron's {baseline.name}{stages}"
         return f"recommended: {name}; no plan within the limit is faster"

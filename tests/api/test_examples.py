@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="programs need torch to run")
 WITHOUT_EXAMPLES = {"register", "unregister"}
 """These put hooks into Megatron; tests/mcore has them."""
 
-SUPPORTING_TYPES = {"Plan", "Timeline", "Transport", "ScheduleError"}
+SUPPORTING_TYPES = {"EvaluatedSchedule", "Timeline", "Transport", "ScheduleError"}
 """Types of arguments, results and errors of other public names; they need no example."""
 
 PUBLIC = sorted(set(megatron_vshape.__all__) - WITHOUT_EXAMPLES)

@@ -16,6 +16,7 @@ from megatron_vshape.cli import plan
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.evaluation import evaluate_schedule
 from megatron_vshape.core.model.costs import Costs, with_copies
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.pieces import Pieces
@@ -122,13 +123,13 @@ def test_a_stopped_search_claims_no_better_plan_than_the_bound(
     assert plan_report.format_best_so_far(replace(result, searched=searched_plan)).endswith(text)
 
 
-def test_a_rounding_error_is_no_idle_time() -> None:
-    searched_plan = plan_request(PlanRequest("auto", 2, 2, seconds=0.1)).plan
-    exact = replace(searched_plan, value=100.0, busy=100.0 + 1e-13)
-    assert plan_report._without_rounding_error(exact) == 0.0
-    assert (
-        plan_report._without_rounding_error(replace(searched_plan, value=100.0, busy=99.0)) == 1.0
-    )
+@pytest.mark.parametrize(("gap", "idle"), [(1e-13, 0.0), (1.0, 1.0)])
+def test_a_rounding_error_is_no_idle_time(gap: float, idle: float) -> None:
+    evaluated = evaluate_schedule(make("1f1b", 1, 1), Costs.uniform(1, 1))
+    rows = zip(evaluated.timeline.starts, evaluated.timeline.ends, strict=True)
+    (starts, ends) = ((*times[:-1], times[-1] + gap) for (row,) in [list(rows)] for times in row)
+    timeline = replace(evaluated.timeline, starts=(starts,), ends=(ends,))
+    assert replace(evaluated, timeline=timeline).overhead == idle
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import pytest
 
 from megatron_vshape.core.check.bounds import min_memory
 from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.comparison import compare_baselines
+from megatron_vshape.core.evaluation import evaluate_named
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.pieces import Pieces, recut
@@ -15,8 +17,9 @@ from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make
-from megatron_vshape.core.plan import compare_baselines, plan_request
-from megatron_vshape.core.request import AUTO, BaselineSpec, PlanRequest, evaluate_named
+from megatron_vshape.core.plan import plan_request
+from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.schedule_names import AUTO, BaselineSpec
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 CELLS, SEED = 200, 20
@@ -141,8 +144,8 @@ def test_megatron_1f1b_is_recommended_when_fastest() -> None:
     costs = Costs.uniform(4, 4, 1, 1.2, 0.8, 0.05)
     costly = costs.having(whole_backward_us=costs.backward_us)
     result = plan_request(PlanRequest(AUTO, 4, 8, costly, limit="1f1b"))
-    assert result.is_megatrons
-    assert result.baseline == BaselineSpec("1f1b")
+    assert result.plan.is_megatrons
+    assert result.plan.baseline == BaselineSpec("1f1b")
     assert result.schedule.order == make("1f1b", 4, 8).order
     baselines = {
         evaluated.baseline: evaluated

@@ -10,7 +10,7 @@ from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import MAX_GAP, lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.frontier import frontier, published_points
+from megatron_vshape.core.frontier import frontier, published_schedules
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.pieces import Pieces
@@ -20,7 +20,8 @@ from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner import search
 from megatron_vshape.core.planner.orders import Candidate, PlacementSearch, Run
 from megatron_vshape.core.planner.search import plan
-from megatron_vshape.core.request import AUTO, MEMORY_NAMES, PLUS, PlanRequest, PlanResult
+from megatron_vshape.core.request import PlanRequest, PlanResult
+from megatron_vshape.core.schedule_names import AUTO, MEMORY_NAMES, PLUS
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 
@@ -61,10 +62,10 @@ def test_more_memory_never_costs_time() -> None:
     costs = uniform_costs(4, REAL)
     points = frontier(PlanRequest(AUTO, 4, 8, costs, steps=20_000), range(1, 9))
     assert [point.limit for point in points] == list(range(2, 9))
-    bubbles = [point.bubble for point in points]
+    bubbles = [point.plan.bubble for point in points]
     assert bubbles == sorted(bubbles, reverse=True)
     for point in points:
-        verify(point.schedule, point.limit, costs)
+        verify(point.plan.schedule, point.limit, costs)
 
 
 def test_plan_reused_at_a_higher_limit_has_a_bound_of_that_limit(
@@ -73,15 +74,15 @@ def test_plan_reused_at_a_higher_limit_has_a_bound_of_that_limit(
     costs = uniform_costs(3, (1, 2, 1, 0.05))
     tight, ample = (plan(costs, 3, 4, limit, steps=20_000) for limit in (3, 6))
     assert tight.lower_bound > ample.lower_bound
-    worse = replace(ample, value=2 * tight.value)
+    worse = replace(tight, lower_bound=ample.lower_bound)
 
     def answered(request: PlanRequest, _: object) -> PlanResult:
         result = tight if request.limit == 3 else worse
-        return PlanResult(result.schedule, costs, searched=result)
+        return PlanResult.of_plan(result, ())
 
     monkeypatch.setattr("megatron_vshape.core.frontier.plan_request", answered)
     first, second = frontier(PlanRequest(AUTO, 3, 4, costs), (3, 6))
-    assert second.schedule is first.schedule
+    assert second.plan.schedule is first.plan.schedule
     assert first.plan == tight
     assert second.plan == replace(tight, lower_bound=ample.lower_bound)
 
@@ -129,14 +130,11 @@ def test_plus_name_accepts_costs_of_finer_stages() -> None:
     assert schedules[0] == schedules[1]
 
 
-def test_published_schedules_are_frontier_points() -> None:
-    points = {
-        point.schedule.name: point
-        for point in published_points(PlanRequest(AUTO, 4, 8, uniform_costs(4, REAL)))
-    }
-    assert {"1f1b", "v-half", "zb-h2"} <= points.keys()
-    assert points["v-half"].peak == pytest.approx(6)
-    assert all(point.plan is None for point in points.values())
+def test_published_schedules_are_evaluated_for_a_frontier() -> None:
+    request = PlanRequest(AUTO, 4, 8, uniform_costs(4, REAL))
+    schedules = {evaluated.schedule.name: evaluated for evaluated in published_schedules(request)}
+    assert {"1f1b", "v-half", "zb-h2"} <= schedules.keys()
+    assert max(schedules["v-half"].peak) == pytest.approx(6)
 
 
 def test_plan_exceeding_its_limit_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

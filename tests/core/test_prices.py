@@ -41,7 +41,8 @@ from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.plan import full_backward_saving, plan_request
 from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.program.lowering import fuse, lower, with_full_backwards
-from megatron_vshape.core.request import AUTO, PlanRequest
+from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.schedule_names import AUTO
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 EXCHANGES = {"forward_exchange_us": (0.5,) * 4, "backward_exchange_us": (0.25,) * 4}

@@ -1,32 +1,34 @@
 """Rules of plan requests for all users of `plan`."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_vshape.core.check.bounds import lower_bound
 from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.evaluated_schedule import EvaluatedSchedule
+from megatron_vshape.core.evaluation import evaluate_schedule, find_schedule
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.paper.catalogue import NAMES, make, make_block
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner import search
-from megatron_vshape.core.planner.result import Plan
-from megatron_vshape.core.request import AUTO, PlanRequest, find_schedule
+from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.schedule_names import AUTO
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 
 
-def make_slow_plan(schedule_name: str, devices: int, microbatches: int, costs: Costs) -> Plan:
+def make_slow_plan(
+    schedule_name: str, devices: int, microbatches: int, costs: Costs
+) -> EvaluatedSchedule:
     """Return a published schedule in the form of a search result."""
     schedule = make(schedule_name, devices, microbatches)
-    value = simulate(schedule, costs).makespan
-    placement = schedule.placement
-    busy = costs.busy_us(placement, devices, microbatches)
-    bound = lower_bound(costs, placement, devices, microbatches, (1e9,) * devices)
-    peak = peak_held(schedule, costs)
-    return Plan(schedule, search.Objective.MAKESPAN, value, busy, bound, peak, "slow", 1)
+    bound = lower_bound(costs, schedule.placement, devices, microbatches, (1e9,) * devices)
+    evaluated = evaluate_schedule(schedule, costs)
+    return replace(evaluated, lower_bound=bound, source="slow", steps=1)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_vshape.core.check import bounds
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.evaluated_schedule import EvaluatedSchedule
 from megatron_vshape.core.frontier import frontier
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import PARTS, ScheduleError
@@ -23,15 +24,15 @@ from megatron_vshape.core.model.placement import (
 )
 from megatron_vshape.core.model.schedule import Objective
 from megatron_vshape.core.planner import search
-from megatron_vshape.core.planner.result import Plan
 from megatron_vshape.core.planner.search import plan
-from megatron_vshape.core.request import AUTO, PlanRequest
+from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.schedule_names import AUTO
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 STEPS = 3000
 
 
-def check_plan(result: Plan, costs: Costs, limits: tuple[float, ...]) -> None:
+def check_plan(result: EvaluatedSchedule, costs: Costs, limits: tuple[float, ...]) -> None:
     """Fail unless the plan is complete, fits, and its figures equal the simulation."""
     verify(result.schedule)
     costs = regroup(costs, result.schedule.num_stages, "the plan")

@@ -20,7 +20,8 @@ from megatron_vshape.core.planner.job_shop import Codec
 from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.planner.vocabulary import shared_pieces
 from megatron_vshape.core.program.lowering import lower
-from megatron_vshape.core.request import AUTO, PlanRequest
+from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.schedule_names import AUTO
 
 
 def real_costs(devices: int, stages: int, slices: int, *parts: float, added: float) -> Costs:

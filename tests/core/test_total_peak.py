@@ -29,7 +29,8 @@ from megatron_vshape.core.planner.vocabulary import (
     share_vocabulary,
     without_shared,
 )
-from megatron_vshape.core.request import AUTO, PlanRequest
+from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.schedule_names import AUTO
 from megatron_vshape.view.numbers import held_steps
 
 STAGES = 4

@@ -15,6 +15,7 @@ from link_replay import Figures, StageCosts, replay
 from megatron_vshape.core.check.bounds import LimitError, bound_at
 from megatron_vshape.core.check.simulate import peak_moved, simulate
 from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.evaluated_schedule import EvaluatedSchedule, MemoryStrategy
 from megatron_vshape.core.model.costs import Costs, with_copies, without_copies
 from megatron_vshape.core.model.kinds import (
     COPY_BACK,
@@ -30,7 +31,6 @@ from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
 from megatron_vshape.core.planner import improve, job_shop
 from megatron_vshape.core.planner.offloading import OffloadSearch, memory_strategies
-from megatron_vshape.core.planner.result import MemoryStrategy, Plan
 from megatron_vshape.core.planner.search import plan
 
 REAL = (1.0, 1.15, 0.85, 0.05)
@@ -41,7 +41,7 @@ def costs_of(devices: int, t: float) -> Costs:
     return with_copies(Costs.uniform(devices, 2 * devices, *REAL), t)
 
 
-def replayed_figures(result: Plan, costs: Costs, limit: float) -> Figures:
+def replayed_figures(result: EvaluatedSchedule, costs: Costs, limit: float) -> Figures:
     """Return the figures of the replay; fail unless the plan has the same figures and fits."""
     schedule, stage_costs = result.schedule, costs.sliced(result.schedule.slices)
     stages = []

@@ -12,6 +12,8 @@ from shared_costs import shared_costs
 from megatron_vshape.core.check.bounds import LimitError, fits
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.comparison import compare_baselines
+from megatron_vshape.core.evaluated_schedule import EvaluatedSchedule
 from megatron_vshape.core.model.costs import Costs, with_copies
 from megatron_vshape.core.model.kinds import (
     COPY_OUT,
@@ -31,7 +33,7 @@ from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.core.plan import compare_baselines, plan_request
+from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner.search import plan
 from megatron_vshape.core.planner.vocabulary import (
     PENDING_LOGITS,
@@ -44,7 +46,8 @@ from megatron_vshape.core.planner.vocabulary import (
 )
 from megatron_vshape.core.program.kernels import deadlocks_under_device_sync
 from megatron_vshape.core.program.lowering import forward_wave, lower
-from megatron_vshape.core.request import AUTO, EvaluatedSchedule, PlanRequest
+from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.schedule_names import AUTO
 
 HEAD = 2.46
 """Cost of an output layer of 128k in layers at h = s = 4096."""

@@ -19,7 +19,8 @@ from megatron_vshape.core.model.stage_costs import StageCosts, stages_of_parts
 from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.program.lowering import fuse, lower
-from megatron_vshape.core.request import AUTO, PlanRequest
+from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.schedule_names import AUTO
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 

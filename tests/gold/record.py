@@ -26,13 +26,14 @@ from typing import Any
 from megatron_vshape.cli.main import main
 from megatron_vshape.core import plan as planning
 from megatron_vshape.core.check.simulate import peak_held
+from megatron_vshape.core.evaluation import evaluate_schedule
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.pieces import Pieces, recut, regroup
 from megatron_vshape.core.model.schedule import Objective, Schedule, load_schedule
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.planner import search
-from megatron_vshape.core.request import PlanRequest, evaluate_schedule
+from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.setup.choice import GIB, resolve_schedule
 from megatron_vshape.mcore.setup.plans import Planner
@@ -234,7 +235,7 @@ class Recorder:
             if result.searched is not None:
                 plan = result.plan
                 lines.append(f"{plan.value!r} {plan.lower_bound!r} {plan.source} {plan.steps}")
-                lines.append(f"{result.searched_bound!r} {result.baseline}")
+                lines.append(f"{result.searched_bound!r} {plan.baseline}")
                 lines += [
                     f"{baseline.baseline} {baseline.timeline.makespan!r}"
                     for baseline in result.baselines

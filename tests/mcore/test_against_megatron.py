@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.request import BaselineSpec
+from megatron_vshape.core.schedule_names import BaselineSpec
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.setup.megatron_schedules import choose_megatrons
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner

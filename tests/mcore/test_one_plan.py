@@ -12,7 +12,8 @@ from megatron_vshape.core.model.kinds import VOCABULARY, ScheduleError
 from megatron_vshape.core.model.schedule import Objective, load_schedule
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner import search
-from megatron_vshape.core.request import AUTO, PLUS_NAMES, PlanRequest
+from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.schedule_names import AUTO, PLUS_NAMES
 from megatron_vshape.mcore.setup.choice import GIB
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.run_config import ScheduleChoice

@@ -8,6 +8,7 @@ from posting import streams_of
 
 from megatron_vshape.core.check import simulate
 from megatron_vshape.core.check.simulate import peak_held
+from megatron_vshape.core.evaluation import find_schedule
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import VOCABULARY, Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
@@ -16,7 +17,7 @@ from megatron_vshape.core.paper.catalogue import EVERY_NAME, JOINT_NAMES, NAMES,
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner.vocabulary import share_vocabulary
 from megatron_vshape.core.program.instructions import Program
-from megatron_vshape.core.request import PlanRequest, find_schedule
+from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.mcore.observe.report import opening_lines
 from megatron_vshape.mcore.options import Options, options_from
 from megatron_vshape.mcore.setup.choice import GIB, resolve_schedule

@@ -21,7 +21,7 @@ from megatron.core.enums import Fp8Recipe
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.core.request import MEGATRONS_OWN
+from megatron_vshape.core.schedule_names import MEGATRONS_OWN
 from megatron_vshape.mcore.features.slices import check_slices
 from megatron_vshape.mcore.features.slices import router as sliced_router
 from megatron_vshape.mcore.features.slices.attention import KeysValues

@@ -16,7 +16,7 @@ from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import EVERY_NAME, make
-from megatron_vshape.core.request import PLUS_NAMES
+from megatron_vshape.core.schedule_names import PLUS_NAMES
 from megatron_vshape.playground.html import static_files
 from megatron_vshape.playground.request import parse_request
 from megatron_vshape.playground.worker_pool import Pool

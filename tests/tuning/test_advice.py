@@ -20,7 +20,8 @@ from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.core.plan import plan_request
-from megatron_vshape.core.request import BaselineSpec, PlanRequest, PlanResult
+from megatron_vshape.core.request import PlanRequest, PlanResult
+from megatron_vshape.core.schedule_names import BaselineSpec
 from megatron_vshape.rehearsal import accuracy, report
 from megatron_vshape.rehearsal.configuration_costs import CountedCosts, Parameters
 from megatron_vshape.rehearsal.flags import Command, flag_changes, read_command

@@ -35,8 +35,8 @@ _ROUNDING = 1e-9
 class LimitError(ScheduleError):
     """No schedule fits: one microbatch alone exceeds the memory limit of a device.
 
-    `least` is the minimum limit, the same for all devices, with a feasible schedule. All amounts
-    are in the unit of the costs' memory.
+    `min_limit` is the minimum limit, the same for all devices, with a feasible schedule. All
+    amounts are in the unit of the costs' memory.
     """
 
     def __init__(self, device: int, limit: float, required: float, min_limit: float) -> None:

@@ -531,7 +531,7 @@ def fit_exchanged(shop: JobShop, state: State, queue: int, low: int, high: int) 
 
 @compiled_inline
 def _decide(shop: JobShop, state: State, queue: int, num_moves: int, bar: int) -> bool:
-    """Accept the last `done` moves if the objective is at most `bar`, else undo them."""
+    """Accept the last `num_moves` moves if the objective is at most `bar`, else undo them."""
     # Heads of all positions between the outermost moves may change.
     low, high = state.moves[0, 0], state.moves[0, 0]
     for index in range(num_moves):

@@ -28,6 +28,7 @@ import numpy as np
 
 from megatron_vshape.core.check.bounds import min_memory
 from megatron_vshape.core.compiling import compiled
+from megatron_vshape.core.evaluated_schedule import ORDER_ALONE, MemoryStrategy
 from megatron_vshape.core.model.kinds import (
     COPY_BACK,
     COPY_OUT,
@@ -43,7 +44,6 @@ from megatron_vshape.core.planner.improve import NONE, JobShop, run_rows
 from megatron_vshape.core.planner.job_shop import Problem, make_problem, padded, reinsert_weights
 from megatron_vshape.core.planner.orders import STARTS, VALUE, Candidate, PlacementSearch, Run
 from megatron_vshape.core.planner.race import best_of
-from megatron_vshape.core.planner.result import ORDER_ALONE, MemoryStrategy
 
 _NEVER = 1 << 62
 

@@ -12,6 +12,11 @@ import numpy as np
 from megatron_vshape.core.check import bounds
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.evaluated_schedule import (
+    ORDER_ALONE,
+    EvaluatedSchedule,
+    MemoryStrategy,
+)
 from megatron_vshape.core.list_scheduler import EIGHTHS
 from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.placement import Placement, looping, stages_of
@@ -33,7 +38,6 @@ from megatron_vshape.core.planner.job_shop import (
 )
 from megatron_vshape.core.planner.modulo import SteadyOrder, find_steady_orders
 from megatron_vshape.core.planner.race import best_of
-from megatron_vshape.core.planner.result import ORDER_ALONE, MemoryStrategy, Plan
 
 Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 """Applies a function to each of several items, like `map`; may use threads."""
@@ -569,33 +573,27 @@ class PlacementSearch:
             candidate.value = value
         return value != improve.NONE
 
-    def best_plan(self) -> Plan:
+    def best_plan(self) -> EvaluatedSchedule:
         """Return the best order as a plan."""
         problem = self.problem
         _, row, source = self._best_order()
         schedule = self._schedule(row)
-        costs, devices = problem.costs, problem.num_devices
-        timeline = simulate(schedule, costs)
-        value = problem.objective.of(timeline)
-        busy = costs.busy_us(problem.placement, devices, problem.num_microbatches)
-        peaks = peak_held(schedule, costs)
+        timeline = simulate(schedule, problem.costs)
+        peaks = peak_held(schedule, problem.costs)
         if self.parts is not problem:
             verify(schedule)
             if not bounds.fits(peaks, problem.limits):
                 raise ScheduleError(
                     f"a pass order has {peaks}, more than the limits {problem.limits}"
                 )
-            busy = max(busy, timeline.busy)
-        return Plan(
-            schedule=schedule,
-            objective=problem.objective,
-            value=value,  # simulated: ticks are rounded
-            busy=busy,
-            # Rounding can put the bound a last bit above the value of an optimal schedule.
-            lower_bound=min(self.bound, value),
+        return EvaluatedSchedule(
+            timeline,
+            problem.costs,
             peak=tuple(map(add, peaks, problem.fixed)),
+            objective=problem.objective,
+            # Rounding can put the bound a last bit above the value of an optimal schedule.
+            lower_bound=min(self.bound, problem.objective.of(timeline)),
             source=source,
-            steps=0,
         )
 
     def _schedule(self, row: np.ndarray) -> Schedule:

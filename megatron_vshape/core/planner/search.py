@@ -39,6 +39,7 @@ from megatron_vshape.core.check.bounds import (
 )
 from megatron_vshape.core.check.simulate import costs_of
 from megatron_vshape.core.compiling import compiles, processors, warn_if_slow
+from megatron_vshape.core.evaluated_schedule import ORDER_ALONE, EvaluatedSchedule, StrategyResult
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import Placement, default_placements
@@ -52,7 +53,6 @@ from megatron_vshape.core.planner.orders import (
     PlacementSearch,
 )
 from megatron_vshape.core.planner.race import best_of, better_half, race
-from megatron_vshape.core.planner.result import ORDER_ALONE, Plan, StrategyResult
 
 CORES = processors() if compiles() else 1
 """Useful number of threads: only compiled loops release the GIL."""
@@ -86,7 +86,7 @@ NEAR = 0.003
 """Gap to the bound below which no further turn starts in the default budget.
 
 At d=8, m=64, 1/1.15/.85/.05, 10 chunks, a long turn spends a third of a plan's time on the last
-0.04%: 400.55 and 400.4, where the bound is 400.15. A single turn ends below `ENOUGH`.
+0.04%: 400.55 and 400.4, where the bound is 400.15. A single turn ends within this gap.
 """
 
 _STEPS_PER_SECOND = 3_000_000
@@ -118,9 +118,9 @@ def plan(
     steps: int | None = None,
     seconds: float | None = None,
     progress: Progress | None = None,
-    begun: Callable[[Callable[[], Plan]], None] | None = None,
+    begun: Callable[[Callable[[], EvaluatedSchedule]], None] | None = None,
     seed: int = 1,
-) -> Plan:
+) -> EvaluatedSchedule:
     """Search for the fastest schedule within a memory limit per device.
 
     The plan for given `steps` is the same on any number of cores; `seconds` and Ctrl-C end early.
@@ -161,9 +161,10 @@ def plan(
         begun(orders.best_plan)
     orders.run(steps, seconds, progress)
     result = orders.best_plan()
+    placement, limits = result.schedule.placement, limits_by_device(limit, num_devices)
+    result = replace(result, costs=costs[placement])
     if not trades:
         return result
-    placement, limits = result.schedule.placement, limits_by_device(limit, num_devices)
     # A search's bound covers its strategy alone, and this one all strategies of the placement.
     bound = bound_at(
         costs_of(result.schedule, costs[placement]), placement, num_microbatches, limits, goal
@@ -389,7 +390,7 @@ class _Race:
     def _is_near_bound(self, within: float = _TOLERANCE) -> bool:
         return self.best.value() <= self.bound * (1 + within)
 
-    def best_plan(self) -> Plan:
+    def best_plan(self) -> EvaluatedSchedule:
         """Return the best order as a plan."""
         return replace(
             self.best.best_plan(),

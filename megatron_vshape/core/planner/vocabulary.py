@@ -186,9 +186,9 @@ def additional_memory(name: str, costs: Costs) -> float:
 
 
 def most_logits_bytes(costs: Costs, max_pending: int = max(PENDING_LOGITS)) -> float:
-    """Return the peak memory for logits on a device, if `waiting` microbatches may wait for a T.
+    """Return the peak memory for logits on a device, with the workspace of vocabulary passes.
 
-    Includes the workspace of vocabulary passes.
+    At most `max_pending` microbatches wait for a T.
     """
     workspace = max(max(costs.workspace(kind)) for kind in VOCABULARY)
     return (max_pending + 1) * max(costs.by_stage.get(LOGITS.allocated) or (0.0,)) + workspace
@@ -247,8 +247,8 @@ def share_vocabulary(
     """Return the schedule with the passes of vocabulary parallelism inserted.
 
     A device that would wait runs a later F or W instead, if its memory without logits stays within
-    `more` of its peak in the schedule. Several variants are tried: the fastest is returned, and of
-    equally fast ones that with the smallest peak.
+    `additional` of its peak in the schedule. Several variants are tried: the fastest is returned,
+    and of equally fast ones that with the smallest peak.
 
     >>> from megatron_vshape import Costs, make, simulate
     >>> from megatron_vshape.core.model.pieces import NOTHING, with_ends

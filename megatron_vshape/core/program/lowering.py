@@ -306,7 +306,7 @@ def deferred_weight_overlap(
     pass is delayed, and W ends earlier.
 
     Every sum keeps its order: B adds to gradients of norms and biases, W to those of linear layers.
-    With `ties_ends` (tied embeddings), B of the first stage and W of the last both add to the
+    With `has_tied_embeddings`, B of the first stage and W of the last both add to the
     embedding's gradient, so these two are not combined.
 
     The W right before a B is not used: it runs there because B's input has not arrived yet.

@@ -487,4 +487,4 @@ HOOKS = (
         since=(0, 18),
     ),
 )
-"""The functions of the trainer, in the order in which it calls them."""
+"""The functions of the trainer."""

@@ -18,7 +18,7 @@ from megatron_vshape.core.compiling import processors
 from megatron_vshape.core.model.amounts import Amount
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import COPY_OUT, LOGITS, ScheduleError
-from megatron_vshape.core.request import AUTO
+from megatron_vshape.core.schedule_names import AUTO
 from megatron_vshape.figures import write_figures
 from megatron_vshape.mcore.setup.choice import GIB
 from megatron_vshape.mcore.setup.features import features

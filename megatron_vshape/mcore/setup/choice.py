@@ -9,16 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from megatron_vshape.core.evaluation import evaluate_named, find_schedule
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.core.request import (
-    AUTO,
-    PlanRequest,
-    evaluate_named,
-    find_schedule,
-)
+from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.schedule_names import AUTO
 from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.layout.stage_map import (
     HASH_LAYERS,

@@ -25,7 +25,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron_vshape.core.model.amounts import STATE_BYTES
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES
-from megatron_vshape.core.request import AUTO, BaselineSpec
+from megatron_vshape.core.schedule_names import AUTO, BaselineSpec
 from megatron_vshape.mcore.layout import hybrid, multi_token
 from megatron_vshape.mcore.layout.shared_vocabulary import SharedEnds, pad_vocabulary
 from megatron_vshape.mcore.layout.stage_map import Split, StageMap, megatrons_text, split_layers

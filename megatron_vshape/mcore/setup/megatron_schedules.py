@@ -16,7 +16,7 @@ from typing import NamedTuple
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import check_layers
 from megatron_vshape.core.model.placement import looping
-from megatron_vshape.core.request import BaselineSpec, with_chunks
+from megatron_vshape.core.schedule_names import BaselineSpec, with_chunks
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.multi_token import num_predicting
 from megatron_vshape.mcore.layout.stage_map import megatrons_text, split_layers

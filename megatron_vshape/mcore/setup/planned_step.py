@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_vshape.core.check.simulate import peak_held, peak_shared
+from megatron_vshape.core.evaluation import limits_of
 from megatron_vshape.core.model.costs import Costs, chunk_of
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.program.lowering import DeferredWgradOverlap
-from megatron_vshape.core.request import AUTO, PlanRequest, limits_of
+from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.schedule_names import AUTO
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron_vshape.core.check.bounds import fits, min_memory
 from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.evaluation import evaluate_named, limits_of
 from megatron_vshape.core.model.amounts import STATE_BYTES
 from megatron_vshape.core.model.costs import Costs, with_copies_of
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
@@ -45,13 +46,8 @@ from megatron_vshape.core.program.lowering import (
     pair_adjacent,
     with_full_backwards,
 )
-from megatron_vshape.core.request import (
-    AUTO,
-    PlanRequest,
-    baselines_of,
-    evaluate_named,
-    limits_of,
-)
+from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.schedule_names import AUTO, baselines_of
 from megatron_vshape.mcore.setup.choice import GIB
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.planned_step import PlannedStep

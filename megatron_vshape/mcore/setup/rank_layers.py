@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement, looping, stages_of
-from megatron_vshape.core.request import is_megatrons_own
+from megatron_vshape.core.schedule_names import is_megatrons_own
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.given_layout import (
     DECODER,

@@ -15,7 +15,8 @@ from megatron_vshape.core.model.placement import Placement, looping, with_loss_l
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.model.stage_costs import Share
 from megatron_vshape.core.paper.catalogue import make, placement_of
-from megatron_vshape.core.request import AUTO, PLUS_NAMES, PlanRequest
+from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.schedule_names import AUTO, PLUS_NAMES
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.options import Options
 

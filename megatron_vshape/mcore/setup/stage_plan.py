@@ -13,18 +13,16 @@ from dataclasses import replace
 from functools import partial
 
 from megatron_vshape.core.check.bounds import LimitError
+from megatron_vshape.core.evaluated_schedule import EvaluatedSchedule
+from megatron_vshape.core.evaluation import evaluate_named
 from megatron_vshape.core.model.amounts import STATE_BYTES
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.pieces import recut
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.plan import plan_request
-from megatron_vshape.core.request import (
-    BaselineSpec,
-    EvaluatedSchedule,
-    PlanRequest,
-    evaluate_named,
-)
+from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.schedule_names import BaselineSpec
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.multi_token import num_predicting
 from megatron_vshape.mcore.layout.sizes import option_reader, sizes_of
@@ -120,8 +118,10 @@ def _best_stages(settings: Settings, num_microbatches: int, cut: StageCut) -> _B
     baselines = tuple(_megatrons(request, settings))
     result = plan_request(replace(request, baselines=baselines))
     # A schedule of Megatron that its trainer rejects can still be the plan.
-    if result.is_megatrons and result.baseline in [schedule.baseline for schedule in baselines]:
-        return result.baseline
+    if result.plan.is_megatrons and result.plan.baseline in [
+        schedule.baseline for schedule in baselines
+    ]:
+        return result.plan.baseline
     return result.schedule.placement
 
 

@@ -287,7 +287,7 @@ def unlike(tensor: Tensor, expected: Tensor) -> Tensor | bool:
     """Compare the bits of two tensors on the device, where NaN equals NaN.
 
     Returns:
-        Whether they differ: True for different shapes, else a tensor on the device of `known`.
+        Whether they differ: True for different shapes, else a tensor on their device.
     """
     if tensor.shape != expected.shape:
         return True

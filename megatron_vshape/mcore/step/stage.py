@@ -318,7 +318,7 @@ class MegatronStage:
         work: Pass,
         gradient: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Run F overlapped with `work`, a B or BW of `other`; return the results of both.
+        """Run F overlapped with `work`, a B or BW of `backward_stage`; return the results of both.
 
         `gradient` is the gradient that `work` receives. While memory is measured, the two passes
         run one after the other.

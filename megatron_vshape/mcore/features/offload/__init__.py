@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import peak_moved, usable_host_bytes
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.request import AUTO
+from megatron_vshape.core.schedule_names import AUTO
 from megatron_vshape.mcore.layout.shared_vocabulary import FLAG
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import UnsupportedError, captures_graphs, uses_stash

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.request import AUTO, SLICES
+from megatron_vshape.core.request import SLICES
+from megatron_vshape.core.schedule_names import AUTO
 from megatron_vshape.mcore.hook import Hook
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import (
@@ -144,8 +145,8 @@ def check_slices(
 ) -> None:
     """Raise UnsupportedError for the first option that slices do not support.
 
-    `options` is Megatron's arguments or a config; `others` has the names of other features. With
-    `alike`, the sequence must be divisible into equal slices.
+    `options` is Megatron's arguments or a config; `other_features` has the names of other features.
+    With `equal_slices`, the sequence must be divisible into equal slices.
     """
     if slices == 1:
         return

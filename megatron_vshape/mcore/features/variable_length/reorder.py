@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from megatron_vshape.core.check.simulate import costs_of
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import HELD, TIMES, Kind
-from megatron_vshape.core.request import AUTO
+from megatron_vshape.core.schedule_names import AUTO
 from megatron_vshape.core.variable_length import (
     MicrobatchOrder,
     PassGraph,

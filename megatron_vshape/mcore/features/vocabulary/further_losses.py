@@ -132,7 +132,7 @@ class FurtherLosses:
     ) -> list[Tensor]:
         """Record every layer's true losses for the log; return their gradients, all [b, s].
 
-        `best` has the index of the vocabulary row with the largest logit.
+        `best_rows` has the index of the vocabulary row with the largest logit.
         """
         gradients = []
         layers = self._layers.pop(microbatch)
