@@ -31,7 +31,7 @@ def rejection(*flags: str, ranks: int = 4) -> str:
     args.data_parallel_size = 1
     try:
         pipeline = configure.pipeline_from_args(args)
-        configure.make_schedule_of_run(pipeline, pipeline and Planner(pipeline.choice), args)
+        configure.check_and_plan_run(pipeline, pipeline and Planner(pipeline.choice), args)
     except (ScheduleError, UnreadableError, UnsupportedError) as error:
         return str(error)
     raise AssertionError(f"nothing is rejected: {flags}")

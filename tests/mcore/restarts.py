@@ -66,7 +66,7 @@ def left_over() -> list[str]:
     (session,) = [candidate for candidate in gc.get_objects() if isinstance(candidate, Session)]
     state = session.step
     leftovers += ["jobs"] * len(state.jobs._buckets)
-    parts = (session.steps.runner, session.build.optimizer, session.steps.iteration_log)
+    parts = (session.training.runner, session.build.optimizer, session.training.iteration_log)
     parts += (state.running_chunk, state.tracker, state.late_checks, state.gradient_sync)
     leftovers += [type(part).__name__ for part in parts if part is not None]
     return leftovers

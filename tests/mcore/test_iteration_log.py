@@ -98,7 +98,7 @@ def test_the_passes_of_other_steps_are_not_timed(monkeypatch: pytest.MonkeyPatch
     session = Session()
     meter = BubbleMeter(session.logs, predict=lambda num_microbatches: num_microbatches / 100)
     assert meter.begin_step(8, cpu) is None  # no trainer runs, so nothing is logged
-    session.steps.iteration_log = IterationLog()
+    session.training.iteration_log = IterationLog()
     assert meter.begin_step(8, cpu) is None  # step 1, and every second is logged
     profiled = PassTimer(cpu)
     assert meter.begin_step(8, cpu, profiled) is profiled

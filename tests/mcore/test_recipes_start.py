@@ -141,7 +141,7 @@ def training_error(options: dict[str, Any]) -> str | None:
     try:
         pipeline = configure.pipeline_from_args(args)
         args.data_parallel_size, args.micro_batch_size, args.global_batch_size = 1, 1, 8
-        configure.make_schedule_of_run(pipeline, pipeline and Planner(pipeline.choice), args)
+        configure.check_and_plan_run(pipeline, pipeline and Planner(pipeline.choice), args)
     except (ScheduleError, UnsupportedError) as error:
         return str(error)
     assert pipeline is not None

@@ -60,7 +60,7 @@ def test_sorting_before_the_step_that_records_is_rejected() -> None:
     with pytest.raises(UnsupportedError, match="stages 3 of layer split 3,3,2,0 have no layers"):
         table(*SIZES)
     assert table(4, 1, 2) == [4, 1, 2]  # one chunk runs microbatches in order
-    session.steps.is_capturing = True
+    session.training.is_capturing = True
     assert table(*SIZES) == list(SIZES)
 
 

@@ -76,7 +76,7 @@ class ProcessState:
 
 
 @dataclass(slots=True)
-class StepsState:
+class TrainingState:
     """State of the steps of a run."""
 
     # The step function of the trainer; created before training starts, or in the first step of a
@@ -133,7 +133,7 @@ class Session:
     arguments: Namespace | None = None  # of Megatron-LM's trainer, once validated
     process: ProcessState = field(default_factory=ProcessState)
     build: BuildState = field(default_factory=BuildState)
-    steps: StepsState = field(default_factory=StepsState)
+    training: TrainingState = field(default_factory=TrainingState)
     step: StepState = field(default_factory=StepState)  # shared with layers and stages
 
     def choose(
@@ -146,7 +146,7 @@ class Session:
 
         `rank_zero` plans for all ranks.
         """
-        self.pipeline, self.megatrons_own, self.steps.runner = pipeline, megatrons_own, None
+        self.pipeline, self.megatrons_own, self.training.runner = pipeline, megatrons_own, None
         self.rank_zero = rank_zero
         self._reset_planner()
         self.build.is_extensible = False
@@ -166,9 +166,9 @@ class Session:
         --inprocess-restart). That run plans again: after a failure, only some ranks may have
         measured costs or agreed on a program.
         """
-        if self.steps.runner is not None:
-            self.steps.runner.free_state(quietly=restarts)
-        self.build, self.steps = BuildState(), StepsState()
+        if self.training.runner is not None:
+            self.training.runner.free_state(quietly=restarts)
+        self.build, self.training = BuildState(), TrainingState()
         self._reset_planner()
 
     def _reset_planner(self) -> None:
@@ -191,12 +191,12 @@ class Session:
 
     def pipeline_runner(self, pipeline: RunConfig) -> PipelineRunner:
         """Return the runner of this package's schedule; creates it at the first call."""
-        if self.steps.runner is None:
+        if self.training.runner is None:
             planner = self.planner_of_run()
-            self.steps.runner = PipelineRunner(
+            self.training.runner = PipelineRunner(
                 self.step, pipeline, planner, self.logs, self.process.execution
             )
-        return self.steps.runner
+        return self.training.runner
 
     def prepare_model(self, call: Mapping[str, Any]) -> None:
         """Prepare a model at its first step, connect the ranks, and log the first training plan.
@@ -332,7 +332,7 @@ class Session:
 
     def logs(self, ahead: int) -> bool:
         """Return whether Megatron's trainer logs the step `ahead` steps after the current one."""
-        return self.steps.iteration_log is not None and self.steps.iteration_log.has(ahead)
+        return self.training.iteration_log is not None and self.training.iteration_log.has(ahead)
 
 
 @replaces
@@ -347,7 +347,7 @@ def get_forward_backward_func(
         check_one_module(pipeline.choice.name, *args, *options.values())
     session.build.is_extensible = False
     # A library registers before it initializes process groups, so the P2P backend was a guess.
-    if session.steps.runner is None:
+    if session.training.runner is None:
         session.use_backend_of_run()
         pipeline = session.pipeline or pipeline
     # Megatron gets a function for training and one per evaluation. All of them use one runner
@@ -394,7 +394,7 @@ def create_cudagraphs(session: Session, original: Function, helper: Any) -> None
     session.pipeline_runner(pipeline).rest()
     capture = _capture_of_weights(session, pipeline, helper) if pipeline.splits_graphs else None
     # So that `get_schedule_table` does not reject the call that the capture makes.
-    session.steps.is_capturing = True
+    session.training.is_capturing = True
     try:
         with graphs.capturing(helper, capture, session.step):
             original(helper)
@@ -405,7 +405,7 @@ def create_cudagraphs(session: Session, original: Function, helper: Any) -> None
                 work for work in capture.passes if work.kind in (Kind.F, Kind.B, Kind.W, Kind.BW)
             ]
     finally:
-        session.steps.is_capturing = False
+        session.training.is_capturing = False
 
 
 def _capture_of_weights(session: Session, pipeline: RunConfig, helper: Any) -> graphs.Capture:
@@ -434,10 +434,10 @@ def get_schedule_table(
     those of all ranks.
     """
     # Transformer Engine's capture uses only the number of passes in the table.
-    if session.pipeline is None or session.steps.is_capturing or num_model_chunks == 1:
+    if session.pipeline is None or session.training.is_capturing or num_model_chunks == 1:
         return original(num_microbatches, num_model_chunks, *args, **options)
     adapt_frameworks(session)
-    runner = session.steps.runner
+    runner = session.training.runner
     calls = runner.calls if isinstance(runner, PipelineRunner) else None
     layers = session.pipeline.stage_map.layers
     return schedule_table(calls, layers, num_microbatches, num_model_chunks)

@@ -81,7 +81,7 @@ def validate_args(
     session.arguments = args
     # After them: the number of microbatches and some sizes are known only now.
     with refusing():
-        configure.make_schedule_of_run(session.pipeline, session.planner, args)
+        configure.check_and_plan_run(session.pipeline, session.planner, args)
     return validated
 
 
@@ -123,7 +123,7 @@ def pretrain(session: Session, original: Function, *args: Any, **options: Any) -
         return original(*bound.args, **bound.kwargs)
     finally:
         # Data loaders end with their last reference, and a restarted run must plan again.
-        has_run = session.steps.runner is not None
+        has_run = session.training.runner is not None
         session.end_run(has_run and getattr(get_args(), "inprocess_restart", False))
 
 
@@ -231,7 +231,7 @@ def train(session: Session, original: Function, *args: Any, **options: Any) -> A
     elif session.megatrons_own is None:
         _reject_unvalidated_schedule(get_args())
     if pipeline is not None or session.megatrons_own is not None:
-        session.steps.iteration_log = IterationLog()
+        session.training.iteration_log = IterationLog()
     try:
         result = _log_failure(session, lambda: original(*args, **options))
     # RefusedError is a SystemExit, too, but a rejected run has no results to print.
@@ -355,22 +355,22 @@ def _log_failure(session: Session, train: Callable[[], Any]) -> Any:
 def _position(session: Session) -> str:
     """Describe the current iteration of this rank and the pass or receive it is in."""
     iteration = f"in iteration {getattr(get_args(), 'curr_iteration', 0) + 1}"
-    if session.steps.runner is not None:
-        return f"{session.steps.runner.describe_position()}, {iteration}"
+    if session.training.runner is not None:
+        return f"{session.training.runner.describe_position()}, {iteration}"
     return f"rank {os.environ.get('RANK', '0')}, {iteration}"
 
 
 @replaces
 def training_log(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Provide this package's metrics while Megatron logs an iteration."""
-    if session.steps.iteration_log is None:
+    if session.training.iteration_log is None:
         return original(*args, **options)
     meter = None
-    if session.steps.runner is not None:
+    if session.training.runner is not None:
         size_layer_losses(get_args())
-        meter = session.steps.runner.meter
+        meter = session.training.runner.meter
     number = inspect.signature(original).bind(*args, **options).arguments["iteration"]
-    log, trainer = session.steps.iteration_log, sys.modules[original.__module__]
+    log, trainer = session.training.iteration_log, sys.modules[original.__module__]
     print_line = trainer.print_rank_last
     with log.iteration(meter, number), Replaced() as replaced:
         # The metrics are appended to Megatron's line, and sent to TensorBoard and W&B with it.
@@ -389,7 +389,7 @@ def _print_results(session: Session) -> None:
     if session.is_idle:
         return
     group = parallel_state.get_pipeline_model_parallel_group()
-    if session.steps.runner is None:  # a schedule of Megatron
+    if session.training.runner is None:  # a schedule of Megatron
         write_allocated(torch.cuda.max_memory_allocated(), group)
         return
     early_start = early_start_of(session)
@@ -397,7 +397,7 @@ def _print_results(session: Session) -> None:
         _print_line(early_start.end_training())
     copies = parallel_state.get_data_parallel_world_size()
     try:
-        closing_line = session.steps.runner.report.closing_line(group, copies)
+        closing_line = session.training.runner.report.closing_line(group, copies)
         if closing_line is not None:
             print_rank_0(closing_line)
     except ScheduleError as error:  # Megatron saves the last checkpoint after this report

@@ -386,10 +386,10 @@ def recomputed_inputs(model: Any) -> tuple[str, ...]:
     return tuple(module for module in modules if module != "core_attn")
 
 
-def make_schedule_of_run(
+def check_and_plan_run(
     pipeline: RunConfig | None, planner: Planner | None, args: Namespace
 ) -> None:
-    """Make the schedule of the run, with the sizes that Megatron has validated; check these.
+    """Check the sizes that Megatron has validated, and plan the first step of the run.
 
     Raises:
         ScheduleError: A schedule file is for another number of microbatches.

@@ -174,7 +174,7 @@ class EarlyStart(StepFeature):
 
 def early_start_of(session: Session) -> EarlyStart | None:
     """Return the early start of the steps of a run, or None if the run has none."""
-    runner = session.steps.runner
+    runner = session.training.runner
     return runner.step_feature(EarlyStart) if isinstance(runner, PipelineRunner) else None
 
 
