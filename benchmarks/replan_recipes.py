@@ -81,7 +81,7 @@ def main() -> None:
         return
     answered = json.loads(OUT.read_text()) if OUT.is_file() else {}
     for name, row in chosen(json.loads(options.recipes.read_text())["rows"]).items():
-        if name in answered:
+        if "predicted" in answered.get(name, {}):  # not by 0.3.0
             continue
         answered[name] = {"recipe": row["recipe"], **ask(row, options.megatron, options.te)}
         print(name, answered[name].get("error", "answered"), flush=True)
