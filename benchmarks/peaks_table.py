@@ -34,7 +34,8 @@ from megatron_vshape.core.planner.vocabulary import (
 from megatron_vshape.core.program.lowering import fuse
 from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.core.schedule_names import AUTO
-from megatron_vshape.rehearsal.flags import Command, Sizes, parse_ranks, read_command, sizes_of
+from megatron_vshape.rehearsal.command import Command, Sizes, parse_ranks, sizes_of
+from megatron_vshape.rehearsal.command_reader import read_command
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.rank_report import FailedRank
 from megatron_vshape.rehearsal.ranks import DryRunConfig, rehearse_all

@@ -18,13 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal.flags import (
-    Command,
-    environment_of,
-    read_command,
-    sizes_of,
-    without_files,
-)
+from megatron_vshape.rehearsal.command import Command, sizes_of
+from megatron_vshape.rehearsal.command_reader import read_command
+from megatron_vshape.rehearsal.dry_run_flags import environment_of, without_files
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.rank_job import RankJob
 from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport

@@ -23,7 +23,7 @@ from typing import Any
 
 from published_runs import EVIDENCE, models
 
-from megatron_vshape.rehearsal.flags import flags_of as flag_words
+from megatron_vshape.rehearsal.command import flags_of as flag_words
 from megatron_vshape.rehearsal.gpus import GPUS
 
 OUT = EVIDENCE / "replanned.json"

@@ -18,7 +18,7 @@ from pathlib import Path
 from time import monotonic
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal.flags import read_command
+from megatron_vshape.rehearsal.command_reader import read_command
 from megatron_vshape.rehearsal.start_rules import check_model
 
 REPOSITORIES = (

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vshape.rehearsal.flags import Command, read_command, sizes_of
+from megatron_vshape.rehearsal.command import Command, sizes_of
+from megatron_vshape.rehearsal.command_reader import read_command
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.rank_job import LoraConfig
 from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from megatron_vshape.mcore.layout.given_layout import LETTERS
-from megatron_vshape.rehearsal.flags import Command, flags_of
+from megatron_vshape.rehearsal.command import Command, flags_of
 
 RECIPES = ("megatron.bridge.recipes", "megatron.bridge.perf_recipes")
 REPLACED = {"megatron", "torch", "transformers", "numpy", "nemo_run", "omegaconf", "modelopt"}

@@ -198,7 +198,8 @@ def rehearse(args: argparse.Namespace) -> int:
 def rehearsal(measurement: Mapping[str, Any], gpu: Gpu, name: str) -> RankJob:
     """Return the job that estimates a measured rank, with the measurement's allocator."""
     from megatron_vshape.environment import ALLOCATOR, SEGMENTS
-    from megatron_vshape.rehearsal.flags import SCHEDULE, Command, environment_of, without_files
+    from megatron_vshape.rehearsal.command import SCHEDULE, Command
+    from megatron_vshape.rehearsal.dry_run_flags import environment_of, without_files
 
     command = Command(str(SCRIPT), tuple(measurement["flags"].split()))
     return RankJob(

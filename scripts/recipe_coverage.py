@@ -33,7 +33,7 @@ from megatron_vshape.mcore.refusals import (
     graph_scope,
 )
 from megatron_vshape.mcore.setup.translate import TRANSLATIONS
-from megatron_vshape.rehearsal.flags import sizes_of
+from megatron_vshape.rehearsal.command import sizes_of
 from megatron_vshape.rehearsal.start_rules import violations_of
 
 SPLIT = "a layer_split, where the layers do not divide"

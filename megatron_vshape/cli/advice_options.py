@@ -17,7 +17,7 @@ from megatron_vshape.cli.files import check_installed
 from megatron_vshape.cli.progress import report_progress
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import accuracy, report
-from megatron_vshape.rehearsal.flags import Command, flag_changes, sizes_of
+from megatron_vshape.rehearsal.command import Command, flag_changes, sizes_of
 from megatron_vshape.rehearsal.gpus import Gpu
 from megatron_vshape.rehearsal.start_rules import check_batch, check_model, check_required_flags
 from megatron_vshape.tuning.advice import Advice, check_schedule_flags

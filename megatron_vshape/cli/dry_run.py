@@ -13,7 +13,8 @@ from megatron_vshape.cli.help import MEMORY, MODEL, OUTPUT, PROGRAM, group
 from megatron_vshape.cli.options import headroom_of
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.layout.sizes import parameters_of
-from megatron_vshape.rehearsal.flags import Command, read_command
+from megatron_vshape.rehearsal.command import Command
+from megatron_vshape.rehearsal.command_reader import read_command
 from megatron_vshape.rehearsal.gpus import GPUS, HEADROOM, Gpu
 from megatron_vshape.rehearsal.rank_job import DEFAULT_TARGETS, LoraConfig
 from megatron_vshape.rehearsal.ranks import DryRunConfig, missing_sources

@@ -13,13 +13,9 @@ from pathlib import Path
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.layout import hybrid
-from megatron_vshape.rehearsal.flags import (
-    FILES,
-    VARIABLES,
-    Command,
-    read_command,
-    split_words,
-)
+from megatron_vshape.rehearsal.command import Command, split_words
+from megatron_vshape.rehearsal.command_reader import read_command
+from megatron_vshape.rehearsal.dry_run_flags import FILES, VARIABLES
 from megatron_vshape.rehearsal.sources import OWN
 
 _IN_TERMINAL = "in a terminal: megatron-vshape rehearse -- COMMAND"

@@ -35,9 +35,7 @@ from megatron_vshape.cli.progress import report_progress
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import report
 from megatron_vshape.rehearsal.accuracy import RELEASES
-from megatron_vshape.rehearsal.configuration_costs import counting_schedule
-from megatron_vshape.rehearsal.costs_from_reports import counted_costs, with_measured
-from megatron_vshape.rehearsal.flags import (
+from megatron_vshape.rehearsal.command import (
     SCHEDULE,
     Command,
     Sizes,
@@ -45,6 +43,8 @@ from megatron_vshape.rehearsal.flags import (
     parse_ranks,
     sizes_of,
 )
+from megatron_vshape.rehearsal.configuration_costs import counting_schedule
+from megatron_vshape.rehearsal.costs_from_reports import counted_costs, with_measured
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
 from megatron_vshape.rehearsal.measurement import format_passes, measure_ranks
 from megatron_vshape.rehearsal.rank_job import RankJob

@@ -28,7 +28,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper.catalogue import canonical_name
 from megatron_vshape.mcore.options import VARIABLE
 from megatron_vshape.rehearsal import report
-from megatron_vshape.rehearsal.flags import launched_gpus
+from megatron_vshape.rehearsal.command import launched_gpus
 from megatron_vshape.rehearsal.shell_script import SlurmSizes
 from megatron_vshape.tuning.advice import check_schedule_flags
 from megatron_vshape.tuning.comparison import sizes_text

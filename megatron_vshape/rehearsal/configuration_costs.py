@@ -25,13 +25,8 @@ from megatron_vshape.core.model.stage_costs import Share, StageCosts
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout import sizes as layer_sizes
 from megatron_vshape.rehearsal import report_cache
+from megatron_vshape.rehearsal.command import STAGE_BEFORE_DATA, Command, Sizes, sizes_of
 from megatron_vshape.rehearsal.costs_from_reports import always_bytes, both_backwards, counted_costs
-from megatron_vshape.rehearsal.flags import (
-    STAGE_BEFORE_DATA,
-    Command,
-    Sizes,
-    sizes_of,
-)
 from megatron_vshape.rehearsal.gpus import Gpu
 from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport
 from megatron_vshape.rehearsal.ranks import DryRunConfig, rehearse_all

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal.flags import flags_of
+from megatron_vshape.rehearsal.command import flags_of
 
 
 def _names(text: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from megatron_vshape.core.model.layers import even_with_ends
 from megatron_vshape.core.schedule_names import megatrons_name
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.given_layout import layers_in, layout_of
-from megatron_vshape.rehearsal.flags import Command, flag_changes
+from megatron_vshape.rehearsal.command import Command, flag_changes
 from megatron_vshape.rehearsal.saved_config import LAYOUT
 
 _FLAGS_OF_OUTER_RANKS = (

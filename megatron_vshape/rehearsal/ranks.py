@@ -15,14 +15,8 @@ from typing import Any
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.schedule_names import is_megatrons_own
 from megatron_vshape.rehearsal import sources
-from megatron_vshape.rehearsal.flags import (
-    SCHEDULE,
-    Command,
-    Sizes,
-    environment_of,
-    evaluation_of,
-    without_files,
-)
+from megatron_vshape.rehearsal.command import SCHEDULE, Command, Sizes
+from megatron_vshape.rehearsal.dry_run_flags import environment_of, evaluation_of, without_files
 from megatron_vshape.rehearsal.gpus import Gpu
 from megatron_vshape.rehearsal.rank_job import LoraConfig, RankJob
 from megatron_vshape.rehearsal.rank_report import CheckedRank, FailedRank, RankReport, ending

@@ -23,8 +23,8 @@ from megatron_vshape.core.planner.vocabulary import (
     with_vocabulary_passes,
 )
 from megatron_vshape.rehearsal import report
+from megatron_vshape.rehearsal.command import SCHEDULE, Command, Sizes
 from megatron_vshape.rehearsal.configuration_costs import counted, reports_of_commands
-from megatron_vshape.rehearsal.flags import SCHEDULE, Command, Sizes
 from megatron_vshape.rehearsal.rank_report import RankReport
 from megatron_vshape.rehearsal.ranks import PER_RANK, DryRunConfig, rehearse_all
 

@@ -13,7 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megatron_vshape.rehearsal import sources
-from megatron_vshape.rehearsal.flags import Command, Sizes, environment_of
+from megatron_vshape.rehearsal.command import Command, Sizes
+from megatron_vshape.rehearsal.dry_run_flags import environment_of
 from megatron_vshape.rehearsal.rank_report import RankReport
 from megatron_vshape.rehearsal.ranks import DryRunConfig
 

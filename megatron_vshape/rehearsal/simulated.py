@@ -12,8 +12,8 @@ from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.plan import published_schedule
 from megatron_vshape.core.schedule_names import megatrons_name
+from megatron_vshape.rehearsal.command import SCHEDULE, Command
 from megatron_vshape.rehearsal.costs_from_reports import pass_times
-from megatron_vshape.rehearsal.flags import SCHEDULE, Command
 from megatron_vshape.rehearsal.gpus import Gpu
 from megatron_vshape.rehearsal.rank_report import RankReport
 from megatron_vshape.rehearsal.step_time import send_us

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.schedule_names import is_megatrons_own
 from megatron_vshape.mcore.layout.given_layout import nearest
-from megatron_vshape.rehearsal.flags import CHUNKS, SCHEDULE, Command, Sizes
+from megatron_vshape.rehearsal.command import CHUNKS, SCHEDULE, Command, Sizes
 from megatron_vshape.rehearsal.megatron_layers import flags_text, layers_of_command
 
 BATCH = "--global-batch-size"

@@ -25,7 +25,7 @@ from megatron_vshape.mcore.layout.stage_map import specified_layers
 from megatron_vshape.mcore.options import UnsupportedError
 from megatron_vshape.mcore.setup.translate import translate
 from megatron_vshape.rehearsal import accuracy
-from megatron_vshape.rehearsal.flags import SCHEDULE, Command
+from megatron_vshape.rehearsal.command import SCHEDULE, Command
 from megatron_vshape.rehearsal.megatron_layers import layers_of_command
 from megatron_vshape.rehearsal.ranks import DryRunConfig
 from megatron_vshape.tuning import fsdp

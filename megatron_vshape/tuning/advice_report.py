@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_vshape.rehearsal import accuracy
-from megatron_vshape.rehearsal.flags import Command, flag_changes
+from megatron_vshape.rehearsal.command import Command, flag_changes
 from megatron_vshape.rehearsal.megatron_layers import flags_text
 from megatron_vshape.rehearsal.report import gib, wrap_text
 from megatron_vshape.tuning import fsdp

@@ -17,7 +17,9 @@ from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner.vocabulary import estimate_logits_bytes, shared_pieces
 from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.mcore.layout.sizes import ModelSizes, sizes_of, widths_of
-from megatron_vshape.rehearsal.flags import SCHEDULE, Command, count_tokens, read_command
+from megatron_vshape.rehearsal.command import SCHEDULE, Command
+from megatron_vshape.rehearsal.command_reader import read_command
+from megatron_vshape.rehearsal.dry_run_flags import count_tokens
 from megatron_vshape.rehearsal.start_rules import CONTEXT, EXPERT, TENSOR, violated_rules
 
 LAYER_SPLIT, SHARDED_OUTPUT = "--pipeline-layer-split", "--pipeline-vocab-parallel"

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, 
 
 from megatron_vshape.core.model.files import fault_of, read_text
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal.flags import read_command
+from megatron_vshape.rehearsal.command_reader import read_command
 from megatron_vshape.rehearsal.gpus import Software
 from megatron_vshape.rehearsal.hf_config import flags_of_hf_config
 from megatron_vshape.tuning.configurations import (

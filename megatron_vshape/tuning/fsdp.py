@@ -13,7 +13,7 @@ from megatron_vshape.core.model.amounts import DUMMY_BYTES, STATE_BYTES
 from megatron_vshape.core.model.stage_costs import Share, StageCosts
 from megatron_vshape.core.plan import published_schedule
 from megatron_vshape.rehearsal import accuracy
-from megatron_vshape.rehearsal.flags import Command
+from megatron_vshape.rehearsal.command import Command
 from megatron_vshape.rehearsal.step_time import exposed_s, link_bytes_of, rates_of
 from megatron_vshape.tuning.configurations import (
     FULL,

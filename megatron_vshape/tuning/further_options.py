@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal.flags import Command, Sizes, flag_changes, sizes_of
+from megatron_vshape.rehearsal.command import Command, Sizes, flag_changes, sizes_of
 from megatron_vshape.rehearsal.gpus import Fit
 from megatron_vshape.rehearsal.rank_job import LoraConfig
 from megatron_vshape.rehearsal.rank_report import RankReport

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron_vshape.mcore.options import schedule_names
-from megatron_vshape.rehearsal.flags import Command, sizes_of, words_by_flag
+from megatron_vshape.rehearsal.command import Command, sizes_of, words_by_flag
 from megatron_vshape.rehearsal.megatron_layers import with_layers
 from megatron_vshape.rehearsal.rank_job import RankJob
 from megatron_vshape.rehearsal.rank_report import FailedRank

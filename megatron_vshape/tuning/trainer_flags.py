@@ -4,7 +4,7 @@ from pathlib import Path
 
 from megatron_vshape.core.model.layers import AUTO_SPLIT
 from megatron_vshape.core.model.placement import looping
-from megatron_vshape.rehearsal.flags import flags_of
+from megatron_vshape.rehearsal.command import flags_of
 from megatron_vshape.tuning.configurations import (
     POST_VALIDATION,
     Configuration,

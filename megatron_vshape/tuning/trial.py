@@ -12,8 +12,15 @@ from pathlib import Path
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.schedule_names import AUTO, PLUS_NAMES
 from megatron_vshape.mcore.options import schedule_names
-from megatron_vshape.rehearsal import flags
-from megatron_vshape.rehearsal.flags import FILES, SCHEDULE, Command, flag_changes, read_command
+from megatron_vshape.rehearsal.command import (
+    SCHEDULE,
+    Command,
+    flag_changes,
+    sizes_of,
+    words_by_flag,
+)
+from megatron_vshape.rehearsal.command_reader import read_command, topic_of
+from megatron_vshape.rehearsal.dry_run_flags import FILES
 from megatron_vshape.rehearsal.megatron_layers import layers_of_command
 from megatron_vshape.tuning.configurations import (
     FLAGS,
@@ -154,7 +161,7 @@ class Variant:
         the user's logs.
         """
         command = self.command.without(
-            lambda flag: flags.topic_of(flag) in _REMOVED_TOPICS or flag.startswith(_REMOVED)
+            lambda flag: topic_of(flag) in _REMOVED_TOPICS or flag.startswith(_REMOVED)
         )
         end = self.warm_up + steps
         if self.is_planned_in_run:
@@ -334,7 +341,7 @@ def _without_path(command: Command) -> Command:
 
 def _peaks_of_stages(command: Command, runs: Sequence[VariantRun], num_ranks: int) -> list[float]:
     """Return the peak bytes of each pipeline rank; empty without GPUs."""
-    sizes = flags.sizes_of(command, num_ranks or None)
+    sizes = sizes_of(command, num_ranks or None)
     peaks = [0.0] * sizes.pipeline
     for run in runs:
         for rank, peak_bytes in run.log.peak_bytes.items():
@@ -345,7 +352,7 @@ def _peaks_of_stages(command: Command, runs: Sequence[VariantRun], num_ranks: in
 
 def without_names(text: str, command: Command) -> str:
     """Remove paths, names of data and of hosts from a message."""
-    words = flags.words_by_flag(command.flags)
+    words = words_by_flag(command.flags)
     names = [socket.gethostname(), *(name for flag in FILES for name in words.get(flag, ()))]
     for name in names:
         text = text.replace(name, "...") if re.search("[A-Za-z]{3}", name) else text

@@ -10,7 +10,9 @@ from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper.catalogue import canonical_name
-from megatron_vshape.rehearsal.flags import Command, read_command, without_files
+from megatron_vshape.rehearsal.command import Command
+from megatron_vshape.rehearsal.command_reader import read_command
+from megatron_vshape.rehearsal.dry_run_flags import without_files
 from megatron_vshape.rehearsal.start_rules import check_model, check_required_flags
 
 GIB = 2.0**30

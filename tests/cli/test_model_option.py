@@ -9,7 +9,7 @@ import pytest
 
 from megatron_vshape.cli.dry_run import command_with_model, with_batch
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal.flags import Command
+from megatron_vshape.rehearsal.command import Command
 from megatron_vshape.tuning.files import find_model, load_model
 
 pytest.importorskip("pydantic")

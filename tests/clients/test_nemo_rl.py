@@ -15,7 +15,7 @@ from clients.launching import (
 )
 from clients.on_cpu import make_model
 
-from megatron_vshape.rehearsal.flags import read_command
+from megatron_vshape.rehearsal.command_reader import read_command
 
 python_of("verl")  # which has Megatron-Bridge and the other imports of NeMo-RL
 CHECKOUT = checkout_of("nemo_rl")

@@ -6,7 +6,7 @@ import pytest
 from clients.launching import SHARED, Runs, matrix, python_of, run, tolerance_of
 from clients.on_cpu import make_model
 
-from megatron_vshape.rehearsal.flags import read_command
+from megatron_vshape.rehearsal.command_reader import read_command
 
 python_of("verl")
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from mcore.conftest import UNTIED
 from mcore.farm import MODEL, Farm
 
-from megatron_vshape.rehearsal.flags import read_command, words_by_flag
+from megatron_vshape.rehearsal.command import words_by_flag
+from megatron_vshape.rehearsal.command_reader import read_command
 from megatron_vshape.tuning.training_run import TrainingLog
 from megatron_vshape.tuning.trial import WARM_UP, Variant, with_schedule
 

@@ -9,6 +9,8 @@ from megatron_vshape.core.model.pieces import Pieces, under_megatron
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.mcore.layout.sizes import layers_with_experts
+from megatron_vshape.rehearsal.command import Command
+from megatron_vshape.rehearsal.command_reader import read_command
 from megatron_vshape.rehearsal.configuration_costs import (
     PIPELINE,
     CountedCosts,
@@ -19,7 +21,6 @@ from megatron_vshape.rehearsal.configuration_costs import (
     with_layer_kinds,
 )
 from megatron_vshape.rehearsal.costs_from_reports import counted_costs
-from megatron_vshape.rehearsal.flags import Command, read_command
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.rank_report import RankReport
 from megatron_vshape.rehearsal.step_time import Rates, send_us

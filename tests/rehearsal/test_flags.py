@@ -7,16 +7,15 @@ from pathlib import Path
 import pytest
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal.flags import (
+from megatron_vshape.rehearsal.command import (
     Command,
-    environment_of,
     flags_of,
     launched_gpus,
     parse_ranks,
-    read_command,
     sizes_of,
-    without_files,
 )
+from megatron_vshape.rehearsal.command_reader import read_command
+from megatron_vshape.rehearsal.dry_run_flags import environment_of, without_files
 from megatron_vshape.rehearsal.sources import find_script
 from megatron_vshape.rehearsal.start_rules import check_model
 

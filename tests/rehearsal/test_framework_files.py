@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal.flags import Command, launched_gpus, read_command
+from megatron_vshape.rehearsal.command import Command, launched_gpus
+from megatron_vshape.rehearsal.command_reader import read_command
 from megatron_vshape.rehearsal.start_rules import check_model
 
 pytest.importorskip("megatron.training.arguments")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rehearsal.reports import pass_of, report_of
 
-from megatron_vshape.rehearsal.flags import Command
+from megatron_vshape.rehearsal.command import Command
 from megatron_vshape.rehearsal.gpus import GIB, GPUS
 from megatron_vshape.rehearsal.phases import Phase
 from megatron_vshape.rehearsal.rank_report import (

@@ -16,8 +16,9 @@ from rehearsal.warm import PassRecord, Warm, alone
 from megatron_vshape import Costs, load_schedule, make, peak_held, verify
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.program.lowering import fuse
+from megatron_vshape.rehearsal.command import sizes_of
+from megatron_vshape.rehearsal.command_reader import read_command
 from megatron_vshape.rehearsal.costs_from_reports import MICROBATCHES, both_backwards, with_measured
-from megatron_vshape.rehearsal.flags import read_command, sizes_of
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.rank_job import RankJob
 from megatron_vshape.rehearsal.ranks import DryRunConfig

@@ -13,7 +13,7 @@ import pytest
 from rehearsal.warm import Warm
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal.flags import read_command
+from megatron_vshape.rehearsal.command_reader import read_command
 
 pytest.importorskip("megatron.training.arguments")
 yaml = pytest.importorskip("yaml")

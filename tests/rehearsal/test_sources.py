@@ -14,7 +14,7 @@ from megatron_vshape.cli import dry_run
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import ranks, sources
-from megatron_vshape.rehearsal.flags import Command
+from megatron_vshape.rehearsal.command import Command
 from megatron_vshape.rehearsal.sources import MEGATRON, TE, PythonSource
 
 GPT = Command("pretrain_gpt.py", ())

@@ -9,7 +9,8 @@ import pytest
 
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal.flags import Command, read_command, sizes_of
+from megatron_vshape.rehearsal.command import Command, sizes_of
+from megatron_vshape.rehearsal.command_reader import read_command
 from megatron_vshape.rehearsal.start_rules import check_batch, violations_of
 
 PP, TP = "--pipeline-model-parallel-size", "--tensor-model-parallel-size"

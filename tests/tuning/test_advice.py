@@ -23,8 +23,9 @@ from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.request import PlanRequest, PlanResult
 from megatron_vshape.core.schedule_names import BaselineSpec
 from megatron_vshape.rehearsal import accuracy, report
+from megatron_vshape.rehearsal.command import Command, flag_changes
+from megatron_vshape.rehearsal.command_reader import read_command
 from megatron_vshape.rehearsal.configuration_costs import CountedCosts, Parameters
-from megatron_vshape.rehearsal.flags import Command, flag_changes, read_command
 from megatron_vshape.rehearsal.gpus import GIB, GPUS, HEADROOM
 from megatron_vshape.rehearsal.megatron_layers import is_even
 from megatron_vshape.rehearsal.ranks import DryRunConfig

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.layout.sizes import parameters_of
-from megatron_vshape.rehearsal.flags import Command
+from megatron_vshape.rehearsal.command import Command
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.hf_config import flags_of_hf_config
 from megatron_vshape.tuning.configurations import Subject, faults

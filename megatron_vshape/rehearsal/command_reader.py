@@ -1,0 +1,439 @@
+"""Read a training command: words of a shell, a script, or the configuration of a framework."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise, takewhile
+from pathlib import Path
+from typing import Any
+
+from megatron_vshape.core.model.files import fault_of
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.mcore.setup.judged_arguments import TOPICS
+from megatron_vshape.rehearsal.command import (
+    NODES,
+    PROCESSES,
+    Command,
+    flags_of,
+    launched_gpus,
+    split_words,
+)
+from megatron_vshape.rehearsal.dry_run_flags import FILES, VARIABLES
+from megatron_vshape.rehearsal.framework_files import (
+    FrameworkConfig,
+    check_format,
+    config_of_file,
+    config_of_swift,
+)
+from megatron_vshape.rehearsal.saved_config import (
+    config_of_verl,
+    flags_of_config,
+    is_saved_config,
+)
+from megatron_vshape.rehearsal.shell_script import (
+    SlurmSizes,
+    expand_script,
+    sbatch_words,
+    training_command,
+)
+from megatron_vshape.rehearsal.slime_scripts import SLIME_MARK, SLIME_SIZES, slime_flags
+
+_OTHER_MODELS = {
+    "bert": "BERT",
+    "t5": "T5",
+    "ict": "ICT",
+    "vlm": "vision-language",
+    "vl": "vision-language",
+    "omni": "vision-language",
+    "rl": "RL",
+}
+
+
+def read_command(words: Sequence[str]) -> Command:
+    """Return the command in the words after `--`: as in a shell, or with a file that contains it.
+
+    torchrun and python before the script are skipped. The first word can be a file: a YAML file of
+    Megatron-LM's functional tests, a saved configuration of Megatron-Bridge (also in checkpoints of
+    NeMo-RL), `transformer_config.json` of a checkpoint of verl, a shell script, or flags alone.
+    Flags after the file are added; other words after a shell script are its parameters. bash
+    expands a shell script, without running its commands.
+
+    Raises:
+        ScheduleError: There is no command, or the file has none.
+    """
+    words = _without_shell(words)
+    if not words:
+        raise ScheduleError(
+            "the training command is missing: add it after --, as in -- pretrain_gpt.py FLAGS..."
+        )
+    if (config := config_of_swift(words)) is not None:
+        return _command_of_framework(config, Command("pretrain_gpt.py", ()))
+    scripts = [index for index, word in enumerate(words) if word.endswith(".py")]
+    if not scripts and "-m" in words[:-1]:
+        words = _words_of_module(words)
+        scripts = [0]
+    if scripts:
+        index = scripts[0]
+        environment = {name: value for name, value in map(_assignment, words[:index]) if name}
+        command = Command(words[index], (), environment, _launch_options(words[:index]))
+        words = words[index + 1 :]
+    else:
+        command = Command("pretrain_gpt.py", ())
+    if words and not words[0].startswith("-"):
+        file_command = _command_of_file(Path(words[0]), command, words[1:])
+        command = replace(file_command, script=command.script) if scripts else file_command
+    else:
+        command = replace(command, flags=tuple(words))
+    _reject_other_models(command)
+    command = _with_present_names(_without_unknown(command))
+    command = _with_slime_settings(command)
+    if not scripts and command.pattern and command.script == "pretrain_gpt.py":
+        return replace(command, script="pretrain_hybrid.py")
+    return command
+
+
+_POSITIONS = ("learned_absolute", "rope", "yarn", "mrope", "relative", "none")
+"""Position embeddings of Megatron-Core."""
+
+
+def _with_present_names(command: Command) -> Command:
+    """Replace settings of forks and of Megatron before 2022 by those with the same memory."""
+    notes = [*command.notes]
+    name = command.value("--position-embedding-type", "none")
+    if name not in _POSITIONS:
+        notes.append(f"Megatron-Core has no {name} position embedding: estimated without one.")
+        command = command.having(position_embedding_type="none")
+    if command.has("--checkpoint-activations"):
+        notes.append("--checkpoint-activations is estimated as full recomputation of every layer.")
+        command = command.having(
+            checkpoint_activations=None,
+            recompute_granularity="full",
+            recompute_method="uniform",
+            recompute_num_layers=command.number("--checkpoint-num-layers", 1),
+            checkpoint_num_layers=None,
+        )
+    return replace(command, notes=tuple(notes))
+
+
+_SHELLS = ("sbatch", "bash", "sh", "source", ".")
+
+
+def _without_shell(words: Sequence[str]) -> list[str]:
+    """Remove the shell or sbatch, and its options, before the name of a shell script."""
+    if not words or words[0] not in _SHELLS:
+        return [*words]
+    scripts = (index for index, word in enumerate(words) if Path(word).is_file())
+    return [*words[next(scripts, 1) :]]
+
+
+def _with_slime_settings(command: Command) -> Command:
+    if not command.has(SLIME_MARK):
+        return command
+    flags, note = slime_flags(command.number, command.has, launched_gpus(command)[0])
+    script = "pretrain_hybrid.py" if command.pattern else "pretrain_gpt.py"
+    note = f"{command.script} is estimated as {script}: {note}"
+    return replace(
+        command,
+        script=script,
+        flags=(*command.flags, *flags),
+        notes=(*command.notes, note),
+    )
+
+
+_SIZE_OPTIONS = {
+    NODES: NODES,
+    PROCESSES: PROCESSES,
+    "--num-nodes": NODES,
+    "--num-gpus": PROCESSES,
+    "--actor-num-nodes": NODES,  # of slime and miles, started by ray
+    "--actor-num-gpus-per-node": PROCESSES,
+}
+
+
+def _launch_options(words: Sequence[str]) -> dict[str, str]:
+    """Return the numbers of nodes and of processes per node of torchrun, deepspeed or ray."""
+    options: dict[str, str] = {}
+    for word, next_word in pairwise((*words, "")):
+        name, equals, value = word.partition("=")
+        option = _SIZE_OPTIONS.get(name.replace("_", "-"))
+        if option is not None and not value.startswith("--"):
+            options[option] = value if equals else next_word
+    return dict(sorted(options.items()))
+
+
+_UNKNOWN = re.compile(r"\$\{?(\w+|[@*#?])[^\s}]*\}?|\$\([^)]*\)?|`[^`]*`?|@\{[^}]*\}?")
+"""A variable or command substitution of a shell, or the output of a command that bash skipped."""
+
+
+_UNIMPORTANT = {
+    "--" + word.partition(">")[0].partition("<")[0].replace("_", "-"): topic.title
+    for topic in TOPICS
+    if not topic.changes_step
+    for word in topic.names.split()
+}
+"""Flags that change neither memory nor time of a step, and their topic."""
+
+
+MEGATRON_FLAGS = {
+    *(f"--{word.replace('_', '-')}" for topic in TOPICS for word in topic.names.split()),
+    *FILES,
+    *("--fp8-format", "--fp4-format", "--norm-epsilon", "--output-logit-dtype"),
+    *("--cuda-graph-scope", "--microbatch-group-size-per-virtual-pipeline-stage"),
+}
+"""Megatron's flags with values, by the names of their attributes; the last have other names."""
+
+
+def _without_unknown(command: Command) -> Command:
+    """Remove flags with unknown values that do not change a step, with all flags of their topic.
+
+    They are flags of Megatron for data, logs and so on, and flags that it does not have.
+
+    Raises:
+        ScheduleError: Values of other flags are unknown.
+    """
+    checked = command.without(FILES.__contains__)
+    flag, flags_of_unknown, names = "", dict[str, None](), dict[str, None]()
+    values = [value for name, value in command.environment.items() if name.startswith(VARIABLES)]
+    has_layers = command.pattern or command.has("--num-layers")
+    important = (MEGATRON_FLAGS | SLIME_SIZES) - _UNIMPORTANT.keys()
+    for word in (*checked.flags, "--", *values):
+        if word.startswith("--"):
+            flag = "--" + word[2:].partition("=")[0].replace("_", "-")
+        unknown = {_unknown_text(match): None for match in _UNKNOWN.finditer(word)}
+        # Without layers, an unknown word may hold the flags of the model.
+        is_ignored = has_layers and flag != "--" and flag not in important
+        if unknown and is_ignored:
+            flags_of_unknown[flag] = None
+        else:
+            names |= unknown
+    if names:
+        example = next((name for name in names if re.fullmatch(r"\$[A-Z]\w*", name)), "$NAME")
+        raise ScheduleError(
+            f"the command has variables without a value: {', '.join(names)}. Neither the script "
+            f"nor the environment sets them. Set them: {example[1:]}=... megatron-vshape ...; $1, "
+            "$2 and so on are the words after the script's name; replace $(...) by its output"
+        )
+    if not flags_of_unknown:
+        return command
+    topics = set(map(topic_of, flags_of_unknown))
+    note = f"Ignored, with unknown values and no effect on a step: {', '.join(flags_of_unknown)}."
+    remaining = command.without(lambda flag: topic_of(flag) in topics and flag not in FILES)
+    return replace(remaining, notes=(*command.notes, note))
+
+
+def topic_of(flag: str) -> str:
+    """Return the title of the topic of a flag without effect on a step, else its name."""
+    name = flag.replace("_", "-")
+    return _UNIMPORTANT.get(name, name)
+
+
+def _unknown_text(match: re.Match[str]) -> str:
+    if match[1]:
+        return f"${match[1]}"
+    return re.sub(r"^@\{(.*?)\}?$", r"$(\1)", match[0].replace("\u00a0", " "))
+
+
+def _words_of_module(words: Sequence[str]) -> list[str]:
+    """Return `python -m package.pretrain_gpt FLAGS` as a script with flags.
+
+    Raises:
+        ScheduleError: it is the module of another program.
+    """
+    index = words.index("-m") + 1
+    name = words[index].rpartition(".")[2]
+    if not name.startswith("pretrain_"):
+        raise ScheduleError(f"-m {words[index]} is no training script of Megatron-LM. {_INSTEAD}")
+    return [f"{name}.py", *words[index + 1 :]]
+
+
+def _assignment(word: str) -> tuple[str, str]:
+    match = re.fullmatch(r"([A-Z][A-Z0-9_]*)=(.*)", word)
+    return (match[1], match[2]) if match else ("", "")
+
+
+def _reject_other_models(command: Command) -> None:
+    name = Path(command.script).stem.lower()
+    for part, model in _OTHER_MODELS.items():
+        if part in name.replace("-", "_").split("_"):
+            raise ScheduleError(
+                f"{command.script} trains a {model} model: rehearsed are GPT and hybrid models "
+                "(pretrain_gpt.py, pretrain_hybrid.py, pretrain_mamba.py)"
+            )
+    backend = command.value("--train-backend", "megatron")  # of slime and miles
+    if backend != "megatron":
+        raise ScheduleError(
+            f"the command trains with --train-backend {backend}, without Megatron: only the "
+            "megatron backend is rehearsed"
+        )
+
+
+def _command_of_file(path: Path, command: Command, extra_words: Sequence[str]) -> Command:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ScheduleError(f"{path} cannot be read: {error.strerror or error}") from error
+    if path.suffix in (".yaml", ".yml"):
+        command = _command_of_yaml(path, text, command, extra_words)
+    elif path.suffix == ".json":
+        command = _command_of_json(path, text, command, extra_words)
+    elif path.suffix in (".sh", ".bash", ".sbatch", ".slurm") or text.startswith("#!"):
+        parameters = [
+            *takewhile(lambda word: not word.startswith("-"), extra_words)
+        ]  # $1, $2 and so on
+        command = _command_of_shell(path, text, command, parameters)
+        extra_words = extra_words[len(parameters) :]
+    else:
+        command = replace(command, flags=tuple(split_words(text, str(path))))
+    overrides = [word for word in command.flags if _OVERRIDE.match(word)]
+    if overrides:
+        raise ScheduleError(
+            f"{path} configures its run by {overrides[0]!r:.60} and similar overrides, which are "
+            f"no flags of Megatron-LM. {_INSTEAD}"
+        )
+    return replace(command, flags=(*command.flags, *extra_words))
+
+
+_INSTEAD = (
+    "Pass run_config.yaml of a checkpoint that Megatron-Bridge or NeMo-RL saved, "
+    "transformer_config.json of one that verl saved, or pretrain_gpt.py with the model's flags"
+)
+
+
+_OVERRIDE = re.compile(r"\+*\w+(\.\w+)+=")
+"""An override of OmegaConf and Hydra, as in `train.global_batch_size=8`."""
+
+
+def _command_of_yaml(
+    path: Path, text: str, command: Command, extra_flags: Sequence[str]
+) -> Command:
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ImportError:
+        raise ScheduleError(f"to read {path}, pip install PyYAML") from None
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ScheduleError(f"{path} is not YAML: {fault_of(error)}") from None
+    if is_saved_config(content):
+        return _command_of_saved_config(content, command, extra_flags)
+    if isinstance(content, dict) and isinstance(content.get("model"), dict):
+        _reject_other_models(_model_of(content))
+    check_format(path, content)
+    if (config := config_of_file(path, content, extra_flags)) is not None:
+        return _command_of_framework(config, command)
+    arguments = content.get("MODEL_ARGS", content) if isinstance(content, dict) else None
+    if not isinstance(arguments, dict) or any(
+        isinstance(arguments[name], dict) for name in arguments
+    ):
+        raise ScheduleError(
+            f"{path} has no flags: MODEL_ARGS, as in Megatron-LM's functional tests, or flags "
+            f"alone. {_INSTEAD}"
+        )
+    environment = {name: str(value) for name, value in (content.get("ENV_VARS") or {}).items()}
+    return Command(
+        command.script, tuple(flags_of(arguments)), {**command.environment, **environment}
+    )
+
+
+def _command_of_json(
+    path: Path, text: str, command: Command, extra_flags: Sequence[str]
+) -> Command:
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ScheduleError(f"{path} is not valid JSON: {fault_of(error)}") from None
+    config = config_of_verl(content)
+    if config is None:
+        check_format(path, content)
+        raise ScheduleError(
+            f"{path} has no model of Megatron-Bridge. Use transformer_config.json of a checkpoint "
+            "that verl saved, or run_config.yaml of one that Megatron-Bridge or NeMo-RL saved"
+        )
+    return _command_of_saved_config(config, command, extra_flags)
+
+
+def _command_of_framework(config: FrameworkConfig, command: Command) -> Command:
+    _reject_other_models(Command(config.model_name.replace(".", "_"), ()))
+    launched = {NODES: config.nodes, PROCESSES: config.processes}
+    return replace(
+        command,
+        flags=tuple(config.flags),
+        environment={
+            **command.environment,
+            **{
+                name: value
+                for name, value in config.environment.items()
+                if name.startswith(VARIABLES)
+            },
+        },
+        launched=launched if config.processes else command.launched,
+        model_name=config.model_name,
+    )
+
+
+def _command_of_saved_config(
+    config: Mapping[str, Any], command: Command, extra_flags: Sequence[str]
+) -> Command:
+    _reject_other_models(_model_of(config))
+    return replace(command, flags=tuple(flags_of_config(config, extra_flags)))
+
+
+def _model_of(config: Mapping[str, Any]) -> Command:
+    """Return the class name of the configuration's model as a script name."""
+    target = str((config.get("model") or {}).get("_target_", ""))
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", target).replace(
+        ".", "_"
+    )
+    return Command(words, ())
+
+
+def _command_of_shell(
+    path: Path, text: str, command: Command, parameters: Sequence[str]
+) -> Command:
+    """Return the command of a shell script, without the flags of its launcher.
+
+    Raises:
+        ScheduleError: The script has no training command and no flags of Megatron-LM.
+    """
+    sbatch = sbatch_words(text)
+    variables = {**SlurmSizes.of(sbatch).variables(), **command.environment}
+    expansion = expand_script(text, path, parameters, variables)
+    for record in expansion.records:
+        assignments = [f"{name}={value}" for name, value in record.environment.items()]
+        if (config := config_of_swift([*assignments, *record.words])) is not None:
+            return _command_of_framework(config, command)
+    started = training_command(expansion, MEGATRON_FLAGS)
+    if not any(word.startswith("--") for word in started.flags):
+        empty = re.search(r"\.py[\"']?[ \t]+[\"']?\$\{?([A-Z]\w*)", "\n".join(expansion.texts))
+        if empty is not None:
+            raise ScheduleError(
+                f"{path} takes the flags of the training from ${empty[1]}, which is empty. Set it: "
+                f"{empty[1]}=... megatron-vshape ..."
+            )
+        raise ScheduleError(
+            f"{path} has no flags of Megatron-LM, neither in an array nor after a script's name. "
+            f"Of other libraries, only megatron sft, pt and rlhf are read. {_INSTEAD}"
+        )
+    notes = [f"{path} sources {name}, which cannot be read." for name in expansion.unreadable]
+    if started.others:
+        notes.append(
+            f"{path} starts {started.others + 1} different trainings: estimated is the one with "
+            "the most flags, or the first of them."
+        )
+    environment = {
+        name: value for name, value in started.environment.items() if name.startswith(VARIABLES)
+    }
+    launched = _launch_options([*started.flags, *started.launcher])
+    slurm = SlurmSizes.of([*sbatch, *started.launcher])
+    if not launched and slurm.processes:  # srun starts one process per GPU
+        launched = {NODES: slurm.nodes or "1", PROCESSES: slurm.processes}
+    script = started.script or command.script
+    shell_command = Command(script, tuple(started.flags), environment, launched, notes=tuple(notes))
+    return shell_command.without(lambda flag: flag.startswith(_LAUNCHER))
+
+
+_LAUNCHER = ("--nproc", "--nnodes", "--node", "--master", "--rdzv")
+"""Beginnings of torchrun's flags, which scripts keep in arrays too."""
