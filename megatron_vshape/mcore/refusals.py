@@ -526,7 +526,7 @@ def refused_model(schedule: str, name: str) -> UnsupportedError:
     return UnsupportedError(
         f"schedule {schedule} does not work with {name}: it needs one stack of layers, and this "
         "model has several. Use a model with its encoder on the first stage, such as "
-        "Megatron-Bridge's Qwen3-VL, or remove the schedule, and Megatron runs its own"
+        "Qwen3-VL, or remove the schedule, and Megatron runs its own"
     )
 
 

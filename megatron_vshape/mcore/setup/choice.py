@@ -152,14 +152,13 @@ def known_to_lose(model: Any, choice: ScheduleChoice) -> Iterator[str]:
     if has_full_recompute and choice.name in NAMES and make(choice.name, 2, 2).splits_backward:
         yield (
             f"schedule {choice.name} splits the backward, and --recompute-granularity full "
-            "prevents "
-            "that: it is slower than interleaved-1f1b and may need no recomputation; "
+            "prevents that: it is slower than interleaved-1f1b and may need no recomputation; "
             "megatron-vshape advise compares them"
         )
     if has_full_recompute and num_deepstack_levels(model):
         yield (
-            "with --recompute-granularity full, Megatron-Bridge's deepstack mergers get no "
-            "gradients, under Megatron's schedules too: use selective recomputation to train them"
+            "with --recompute-granularity full, deepstack mergers get no gradients, under "
+            "Megatron's schedules too: use selective recomputation to train them"
         )
 
 
