@@ -205,8 +205,9 @@ Gains of more than {within:g}% over stock, with one or two sizes halved or doubl
 
 * 405B on three systems, 6% to 11%: plausible, not confirmed. A smaller TP or two sequences per
   microbatch fit only with a planned schedule. We know no published run of these.
-* DeepSeek V3 and Kimi K2 on B200, 16% and 21%: not reliable. The gain is expert communication
-  between nodes of 8 GPUs, for which no run on B200 is published.
+* DeepSeek V3 and Kimi K2 on B200, 22% and 21%, DeepSeek V3 on H100, 15%: not reliable. The gain is
+  less expert communication between nodes of 8 GPUs, for which few runs are published.
+* DeepSeek V3 on B300 and GB200, 9% and 13%, with two sequences per microbatch: not confirmed.
 
 The other gains over today need no package: stock Megatron reaches them with two sequences per
 microbatch (GPT OSS, Qwen3 235B), another EP, no recomputation or more chunks per rank.
