@@ -37,9 +37,10 @@ MIXTRAL = """--tensor-model-parallel-size 1 --pipeline-model-parallel-size 4
     --num-virtual-stages-per-pipeline-rank 2 --expert-model-parallel-size 8 --micro-batch-size 2"""
 EXPERTS = "--expert-model-parallel-size"
 MOONLIGHT_RUN = f"""{MOONLIGHT} --swiglu --normalization RMSNorm --disable-bias-linear
-    --position-embedding-type rope --untie-embeddings-and-output-weights --no-rope-fusion
-    --tensor-model-parallel-size 2 --sequence-parallel {EXPERTS} 8 --expert-tensor-parallel-size 1
-    --micro-batch-size 1"""
+    --use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype bf16
+    --exp-avg-sq-dtype bf16 --position-embedding-type rope --no-rope-fusion
+    --untie-embeddings-and-output-weights --tensor-model-parallel-size 2 --sequence-parallel
+    {EXPERTS} 8 --expert-tensor-parallel-size 1 --micro-batch-size 1"""
 
 
 class Run(NamedTuple):
@@ -101,8 +102,8 @@ def cells(run: Run, te: str) -> Iterator[str]:
     yield f"{estimated:.2f}"
     yield " to ".join(f"{step_s:.2f}" for step_s in measured)
     yield f"{estimated / (sum(measured) / len(measured)) - 1:+.0%}"
-    yield f"{max(rank['peak_bytes'] for rank in answer['ranks']) / GIB:.1f}"
-    yield "" if run.peak_gib is None else f"{run.peak_gib:.1f}"
+    peak_gib = max(rank["peak_bytes"] for rank in answer["ranks"]) / GIB
+    yield from ("", "") if run.peak_gib is None else (f"{peak_gib:.1f}", f"{run.peak_gib:.1f}")
 
 
 def estimate(run: Run, te: str) -> dict[str, Any]:
