@@ -1,8 +1,7 @@
-"""Every byte that tensors really hold, counted without an allocator's help, for tests.
+"""Count the bytes of all tensors without an allocator, for tests.
 
-Unlike a count of what autograd saves, this one sees received messages, results on their way,
-losses and whatever else has been forgotten somewhere. It watches every operation of torch, which
-costs time: a real run measures its memory otherwise.
+Unlike a count of the tensors that autograd saves, it includes received messages, results to be
+sent, losses and forgotten tensors. It observes every operation of torch, which costs time.
 """
 
 import gc
@@ -24,11 +23,11 @@ from megatron_vshape.runtime.activation_tracker import size_now
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that are made while it is active, each until it is freed."""
+    """Counts the storages that are created while it is active, until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._made: dict[int, StorageWeakRef] = {}
+        self._storages: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(
         self,
@@ -37,29 +36,29 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operation and note the storages of its results."""
-        # What an operation is given was either made here before, or is not this count's business.
-        given = {_key(each) for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)}
+        """Run the operation and record the storages of its results."""
+        # The storages of inputs are recorded already, or were created before this was active.
+        inputs = {_key(value) for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)}
         result = func(*args, **(kwargs or {}))
-        for each in tree_iter(result):
-            if isinstance(each, Tensor) and _key(each) not in given:
-                storage = each.untyped_storage()
+        for output in tree_iter(result):
+            if isinstance(output, Tensor) and _key(output) not in inputs:
+                storage = output.untyped_storage()
                 # The weak reference keeps the key from being used again.
-                self._made[storage._cdata] = StorageWeakRef(storage)
+                self._storages[storage._cdata] = StorageWeakRef(storage)
         return result
 
     def count(self) -> int:
-        """Return the bytes that all storages made and not yet freed have now."""
-        dead = [key for key, reference in self._made.items() if reference.expired()]
+        """Return the bytes of all storages that are not freed."""
+        dead = [key for key, reference in self._storages.items() if reference.expired()]
         for key in dead:
-            del self._made[key]
-        return sum(map(size_now, self._made.values()))
+            del self._storages[key]
+        return sum(map(size_now, self._storages.values()))
 
 
 class LivePeak(LiveBytes):
-    """Counts as `torch.cuda` does, so that what reads an allocator can run on a CPU.
+    """Counts as `torch.cuda` does, for code that queries an allocator, on a CPU.
 
-    What an operation allocates and frees inside itself stays unseen.
+    Memory that an operation allocates and frees inside is not seen.
     """
 
     def __init__(self) -> None:
@@ -73,7 +72,7 @@ class LivePeak(LiveBytes):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operation and count while its inputs are still there."""
+        """Run the operation and count while its inputs exist."""
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._peak_bytes = max(self._peak_bytes, self.count())
         return result
@@ -83,64 +82,64 @@ class LivePeak(LiveBytes):
         return self.count()
 
     def max_memory_allocated(self) -> int:
-        """Return the most in use since the peak was reset."""
+        """Return the peak since the last reset."""
         return self._peak_bytes
 
     def reset_peak_memory_stats(self) -> None:
-        """Let the peak be what is in use now."""
+        """Reset the peak to the bytes in use."""
         self._peak_bytes = self.count()
 
 
 class LiveAfterPasses:
-    """An observer of the program runner: what is held when each pass has ended."""
+    """An observer of the program runner: the bytes after each pass."""
 
     def __init__(self, live: LiveBytes) -> None:
         self._live = live
-        self.found: list[tuple[Pass, int]] = []
+        self.bytes_after: list[tuple[Pass, int]] = []
 
     def begins(self, work: Pass) -> None:
         """Do nothing."""
 
     def ends(self, work: Pass) -> None:
-        """Count, unless a copy has ended, in a thread of its own: it changes nothing."""
+        """Count; a copy, which ends in another thread, changes nothing."""
         if work.kind.resource == PROCESSOR:
-            self.found.append((work, self._live.count()))
+            self.bytes_after.append((work, self._live.count()))
 
     @property
     def peak_bytes(self) -> int:
-        """Return the most that was held after a pass."""
-        return max((held for _, held in self.found), default=0)
+        """Return the largest number of bytes after a pass."""
+        return max((num_bytes for _, num_bytes in self.bytes_after), default=0)
 
 
 def held_by_package() -> list[str]:
-    """List tensors to which objects of the package refer, apart from those of modules."""
+    """List tensors to which objects of the package refer, except those of modules."""
     gc.collect()
-    modules = [each for name, each in sys.modules.items() if name.startswith(PACKAGE)]
-    left = [value for module in modules for value in vars(module).values()]
-    left += [each for each in gc.get_objects() if _is_own(each)]
+    modules = [module for name, module in sys.modules.items() if name.startswith(PACKAGE)]
+    referents = [value for module in modules for value in vars(module).values()]
+    referents += [value for value in gc.get_objects() if _is_of_package(value)]
     seen: set[int] = set()
-    found = []
-    while left:
-        each = left.pop()
-        if id(each) in seen or isinstance(each, nn.Module | nn.Parameter):
+    tensors = []
+    while referents:
+        value = referents.pop()
+        if id(value) in seen or isinstance(value, nn.Module | nn.Parameter):
             continue
-        seen.add(id(each))
-        if isinstance(each, Tensor):
-            if each.untyped_storage().nbytes():
-                found.append(f"{list(each.shape)} of {each.dtype}")
-        elif isinstance(each, FunctionType):
-            left += each.__closure__ or ()
-        elif isinstance(each, _CONTAINERS) or _is_own(each):
-            left += gc.get_referents(each)
-    return found
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            if value.untyped_storage().nbytes():
+                tensors.append(f"{list(value.shape)} of {value.dtype}")
+        elif isinstance(value, FunctionType):
+            referents += value.__closure__ or ()
+        elif isinstance(value, _CONTAINERS) or _is_of_package(value):
+            referents += gc.get_referents(value)
+    return tensors
 
 
 PACKAGE = "megatron_vshape"
 _CONTAINERS = (dict, list, tuple, set, deque, partial, MethodType, CellType)
 
 
-def _is_own(each: Any) -> bool:
-    return str(type(each).__module__).startswith(PACKAGE)
+def _is_of_package(value: Any) -> bool:
+    return str(type(value).__module__).startswith(PACKAGE)
 
 
 def _key(tensor: Tensor) -> int:

@@ -418,10 +418,10 @@ def _command_of_shell(
             f"Of other libraries, only megatron sft, pt and rlhf are read. {_INSTEAD}"
         )
     notes = [f"{path} sources {name}, which cannot be read." for name in expansion.unreadable]
-    if started.others:
+    if started.num_further:
         notes.append(
-            f"{path} starts {started.others + 1} different trainings: estimated is the one with "
-            "the most flags, or the first of them."
+            f"{path} starts {started.num_further + 1} different trainings: estimated is the one "
+            "with the most flags, or the first of them."
         )
     environment = {
         name: value for name, value in started.environment.items() if name.startswith(VARIABLES)

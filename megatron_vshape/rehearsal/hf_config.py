@@ -125,17 +125,17 @@ def flags_of_hf_config(config: Mapping[str, Any]) -> tuple[list[str], str]:
         ScheduleError: the type of the model is unknown, or a size is missing.
         pydantic.ValidationError: a field has a wrong type or an impossible value.
     """
-    given = config.get("text_config") or config
-    if not isinstance(given, Mapping):
+    fields = config.get("text_config") or config
+    if not isinstance(fields, Mapping):
         raise ScheduleError("its text_config must have keys with values")
-    named = str(given.get("model_type") or config.get("model_type")).removesuffix("_text")
-    kind = _LANGUAGE_MODELS.get(named, named)
+    type_name = str(fields.get("model_type") or config.get("model_type")).removesuffix("_text")
+    kind = _LANGUAGE_MODELS.get(type_name, type_name)
     if kind not in _FLAGS:
         raise ScheduleError(
-            f"its model_type {named:.40} is not supported; supported: {', '.join(_FLAGS)}. Give "
-            "Megatron's flags of the model after -- instead"
+            f"its model_type {type_name:.40} is not supported; supported: {', '.join(_FLAGS)}. "
+            "Give Megatron's flags of the model after -- instead"
         )
-    text = _HfConfig.model_validate(given).model_dump(exclude_none=True)
+    text = _HfConfig.model_validate(fields).model_dump(exclude_none=True)
     if kind == "gpt_neox" and text.get("use_parallel_residual", True):
         raise ScheduleError(
             "it has a parallel residual (use_parallel_residual), which Megatron does not support; "
@@ -147,7 +147,7 @@ def flags_of_hf_config(config: Mapping[str, Any]) -> tuple[list[str], str]:
     width, heads = text["hidden_size"], text["num_attention_heads"]
     if width % heads and not (text.get("head_dim") or text.get("kv_lora_rank")):
         raise ScheduleError(f"hidden_size {width} is not a multiple of num_attention_heads {heads}")
-    has_vision = given is not config or "vision_config" in config
+    has_vision = fields is not config or "vision_config" in config
     note = f"The language model of {config.get('model_type')!s:.40}, without its vision encoder."
     experts = _expert_options(text)
     options = {option: text[name] for name, option in _OPTIONS.items() if text.get(name)}

@@ -285,15 +285,15 @@ class _BashRun:
         for frame in _frames(records):
             process, _, piece = frame.decode(errors="replace").partition(" ")
             if piece == "Z":
-                first, *others = pieces.pop(process, [""])
+                first, *words = pieces.pop(process, [""])
                 if first[:1] in ("S", "O"):
-                    words = [piece[1:] for piece in others]
-                    reply = self._output(words) if first == "O" else self._source(first[1:], words)
+                    parts = [word[1:] for word in words]
+                    reply = self._output(parts) if first == "O" else self._source(first[1:], parts)
                     with suppress(OSError):
                         replies.write(reply.encode() + b"\n")
                         replies.flush()
                 else:
-                    self._add(first, others)
+                    self._add(first, words)
             elif piece[:1] in ("B", "A", "S", "O"):
                 pieces[process] = [piece]
             else:
@@ -340,10 +340,10 @@ class StartedTraining:
     flags: list[str]
     launcher: list[str]
     environment: Mapping[str, str]
-    others: int = 0  # trainings of the script that have a model, too
+    num_further: int = 0  # trainings of the script that have a model, too
 
 
-def training_command(expansion: Expansion, known: Collection[str]) -> StartedTraining:
+def training_command(expansion: Expansion, flag_names: Collection[str]) -> StartedTraining:
     """Return the command with the most flags of Megatron-LM, or the variables with such flags.
 
     If the command has no layers, the flags of the variables are added, for scripts that pass them
@@ -351,13 +351,13 @@ def training_command(expansion: Expansion, known: Collection[str]) -> StartedTra
 
     Args:
         expansion: the commands of the script.
-        known: names of Megatron-LM's flags.
+        flag_names: names of Megatron-LM's flags.
     """
     best, best_score, models = StartedTraining(None, [], [], {}), (0, False, 0), set[str]()
     for record in expansion.records:
-        started = _started(record, known)
+        started = _started(record, flag_names)
         score = (
-            _num_known(started.flags, known),
+            _count_flags(started.flags, flag_names),
             "train" in (started.script or ""),
             len(started.flags),
         )
@@ -367,16 +367,16 @@ def training_command(expansion: Expansion, known: Collection[str]) -> StartedTra
             best, best_score = started, score
     if not _has_layers(best.flags):
         words = (_split(array) for array in expansion.arrays.values())
-        arrays = [array for array in words if _num_known(array, known)]
-        whole = max(arrays, key=lambda array: _num_known(array, known), default=[])
-        others = [array for array in arrays if array is not whole and not set(array) <= set(whole)]
-        flags = [*chain.from_iterable(others), *whole, *best.flags]
+        arrays = [array for array in words if _count_flags(array, flag_names)]
+        longest = max(arrays, key=lambda array: _count_flags(array, flag_names), default=[])
+        further = [array for array in arrays if not set(array) <= set(longest)]
+        flags = [*chain.from_iterable(further), *longest, *best.flags]
         best = replace(best, flags=flags)
     return replace(
         best,
         flags=_restore_variables(_split(best.flags), expansion.texts),
         launcher=_restore_variables(best.launcher, expansion.texts),
-        others=max(0, len(models) - 1),
+        num_further=max(0, len(models) - 1),
     )
 
 
@@ -387,8 +387,8 @@ def _has_layers(words: Iterable[str]) -> bool:
     return not _LAYERS.isdisjoint(word.partition("=")[0] for word in words)
 
 
-def _num_known(words: Sequence[str], known: Collection[str]) -> int:
-    return len({word.partition("=")[0] for word in words}.intersection(known))
+def _count_flags(words: Sequence[str], flag_names: Collection[str]) -> int:
+    return len({word.partition("=")[0] for word in words}.intersection(flag_names))
 
 
 def _split(words: Iterable[str]) -> list[str]:
@@ -397,11 +397,11 @@ def _split(words: Iterable[str]) -> list[str]:
     return [word for word in chain.from_iterable(flags) if word not in ("\\", "")]
 
 
-def _started(record: RecordedCommand, known: Collection[str]) -> StartedTraining:
+def _started(record: RecordedCommand, flag_names: Collection[str]) -> StartedTraining:
     """Find the training script among the words of a command: the last one before its flags."""
     words = list(record.words)
     names = [word.partition("=")[0] for word in words]
-    first = next((index for index, name in enumerate(names) if name in known), len(words))
+    first = next((index for index, name in enumerate(names) if name in flag_names), len(words))
     ends = [index for index, word in enumerate(words) if re.fullmatch(r"[^-\s]\S*\.py", word)]
     modules = [index + 1 for index, word in enumerate(words[:-1]) if word == "-m"]
     candidates = [index for index in ends or modules if index <= first] or (ends or modules)[:1]
