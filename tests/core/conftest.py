@@ -8,8 +8,7 @@ from typing import Any
 import joint_replay
 import pytest
 
-from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape import Costs, Schedule
 
 EXTERNAL_REPLAY = Path(__file__).parents[2] / ".." / "shared" / "judge" / "replay.py"
 

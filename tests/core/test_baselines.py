@@ -3,25 +3,27 @@
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_vshape.core.check.bounds import min_memory
-from megatron_vshape.core.check.simulate import peak_held, simulate
-from megatron_vshape.core.comparison import compare_baselines
-from megatron_vshape.core.evaluation import evaluate_named
-from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape import Costs, Plan, Schedule, ScheduleError, make, peak_held, simulate
+from megatron_vshape.core.check.bounds import lower_bound, min_memory
 from megatron_vshape.core.model.pieces import Pieces, recut
 from megatron_vshape.core.model.placement import linear, looping, v_shape
-from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.model.stage_costs import StageCosts
-from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make
-from megatron_vshape.core.plan import plan_request
-from megatron_vshape.core.request import PlanRequest
-from megatron_vshape.core.schedule_names import AUTO, BaselineSpec
+from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make_block
+from megatron_vshape.core.plan import compare_baselines, plan_request
+from megatron_vshape.core.planner import search
+from megatron_vshape.core.request import (
+    AUTO,
+    BaselineSpec,
+    PlanRequest,
+    evaluate_named,
+    find_schedule,
+)
 
-REAL = (1.0, 1.15, 0.85, 0.05)
 CELLS, SEED = 200, 20
 
 
@@ -186,12 +188,6 @@ def test_default_limit_is_peak_of_1f1b() -> None:
     )
 
 
-@pytest.mark.parametrize("text", ["v-half:2", "interleaved-1f1b:", "interleaved-1f1b:x"])
-def test_wrong_chunk_count_in_schedule_name_is_rejected(text: str) -> None:
-    with pytest.raises(ScheduleError, match="a number of chunks per rank"):
-        evaluate_named(text, PlanRequest(AUTO, 4, 8))
-
-
 def test_layers_are_redistributed_for_another_stage_count() -> None:
     layer = StageCosts.of(10.0, 12.0, 8.0, 4.0, 3.0)
     pieces = Pieces(layer, layer.times(0.1), layer.times(0.5), 1.0)
@@ -204,3 +200,61 @@ def test_layers_are_redistributed_for_another_stage_count() -> None:
     assert recut(unknown, 12, 4, "a plan", 24).forward_us == pytest.approx(finer.forward_us)
     with pytest.raises(ScheduleError, match="the costs are for 8 stages, a plan has 12"):
         recut(unknown, 12, 4, "a plan")
+
+
+REAL = (1.0, 1.15, 0.85, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("slow", "limit", "best", "options"),
+    [
+        ("v-min", 6.0, "v-half", {"placements": (v_shape(4),)}),
+        ("v-min", 5.9, "v-min", {"placements": (v_shape(4),)}),
+        # With one stage per device requested, no V may replace a slow plan.
+        ("1f1b", 16.0, "zb-h2", {}),
+    ],
+)
+def test_best_published_schedule_replaces_a_slower_plan(
+    slow: str, limit: float, best: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule, published = make(slow, 4, 9), make(best, 4, 9)
+    costs = Costs.uniform(4, schedule.num_stages, *REAL)
+    value, busy = simulate(schedule, costs).makespan, costs.busy_us(schedule.placement, 4, 9)
+    bound = lower_bound(costs, schedule.placement, 4, 9, (1e9,) * 4)
+    peak = peak_held(schedule, costs)
+    slow_plan = Plan(schedule, search.Objective.MAKESPAN, value, busy, bound, peak, "slow", 1)
+    monkeypatch.setattr(search, "plan", lambda *_, **__: slow_plan)
+    result = plan_request(PlanRequest(AUTO, 4, 9, costs, limit=limit, **options))
+    assert result.schedule.order == published.order
+    assert result.plan.value == simulate(published, costs).makespan
+    assert result.plan.lower_bound <= result.plan.value
+    assert result.plan.peak == peak_held(published, costs)
+    placements = {evaluated.schedule.placement for evaluated in result.baselines}
+    assert placements == {schedule.placement}
+
+
+def test_request_by_name_or_file(tmp_path: Path) -> None:
+    result = plan_request(PlanRequest("v-half", 4, 8))
+    assert result.block == make_block("v-half", 4, 8)
+    assert result.costs == Costs.uniform(4, 8)
+    with pytest.raises(ScheduleError, match="v-half was requested by name, not planned"):
+        _ = result.plan
+    path = tmp_path / "mine.json"
+    path.write_text(result.schedule.to_json())
+    assert (
+        plan_request(PlanRequest(str(path), 4, 8)).schedule
+        == result.schedule
+        == find_schedule(str(path))
+    )
+    assert find_schedule("v-half+") == "v-half+"
+    chosen = plan_request(PlanRequest("interleaved-1f1b:3", 2, 4))
+    assert chosen.costs.num_stages == chosen.schedule.num_stages == 6
+
+
+def test_full_backward_fits_when_split_backward_does_not() -> None:
+    """BW retains the memory of its F until it ends, even if B leaves more for its W."""
+    costs = Costs.of((1.0,) * 4, (1.0,) * 4, (2.0,) * 4, 0.0, (1.0,) * 4, (4.0,) * 4)
+    result = plan_request(PlanRequest(AUTO, 2, 8, costs))
+    assert result.limits == (4.0, 4.0)
+    assert max(result.plan.peak) <= 4
+    assert result.searched_bound <= result.plan.value < 72  # time of 1F1B

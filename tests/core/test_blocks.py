@@ -12,10 +12,6 @@ from megatron_vshape.core.paper.blocks import BlockPass, BuildingBlock, repeat
 from megatron_vshape.core.paper.catalogue import NAMES, make_block
 
 
-def start_slots(block: BuildingBlock) -> dict[str, int]:
-    return {str(block_pass.work): block_pass.start for block_pass in block.passes}
-
-
 def check_dependencies(block: BuildingBlock) -> None:
     """Fail unless every pass occurs once and starts after its inputs are complete."""
     by_pass = {
@@ -47,23 +43,6 @@ def test_grouped_block_of_any_size_repeats(d: int, chunks: int, group: int) -> N
     check_dependencies(block)
     if chunks == 2 and 2 * group >= d:
         assert max(block.peaks()) == d + group
-
-
-@pytest.mark.parametrize("d", range(2, 17))
-def test_slots_of_v_min_and_v_half(d: int) -> None:
-    """The V blocks with passes of one slot; x avoids collisions of two passes."""
-    v_min, v_half = start_slots(blocks.v_min(d)), start_slots(blocks.v_half(d))
-    x_min, x_half = 2 * (d % 3 == 0), 3 * (d % 2 == 0)
-    for i in range(d):
-        mirrored = 2 * d - 1 - i
-        assert v_min[f"F{i}.0"] == i
-        assert v_min[f"F{mirrored}.0"] == 2 * d - 1 - i
-        assert v_min[f"B{mirrored}.0"] == 2 * d + x_min + i
-        assert v_min[f"B{i}.0"] == 4 * d + x_min - 1 - i
-        assert v_half[f"F{i}.0"] == 2 * i
-        assert v_half[f"F{mirrored}.0"] == 3 * d - 1 - i
-        assert v_half[f"B{mirrored}.0"] == 3 * d + x_half + 2 * i
-        assert v_half[f"B{i}.0"] == 6 * d - 2 + x_half - i
 
 
 def test_lifespans_of_one_f_one_b() -> None:

@@ -1,27 +1,23 @@
 """Every named schedule is valid at any size; peak and bubble match the closed forms."""
 
-import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from strategies import catalogue_schedules
 
-from megatron_vshape.core.check.simulate import peak_held, simulate
-from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.model.kinds import Kind, ScheduleError
-from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape import Schedule, ScheduleError, make, peak_held, simulate, verify
+from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.paper.catalogue import (
     EVERY_NAME,
     NAMES,
     NOT_REORDERED,
-    make,
     make_block,
     placement_of,
 )
+from megatron_vshape.core.paper.reordering import reorder
 
 DEVICES = range(2, 17)
-
-V = (0, 1, 2, 3, 3, 2, 1, 0)
 
 
 def figures(schedule: Schedule) -> tuple[float, float, float]:
@@ -97,14 +93,6 @@ def test_smaller_groups_need_less_memory(d: int) -> None:
     assert overhead <= 2.5 * d - 2
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_any_number_of_devices_and_microbatches_is_legal(name: str) -> None:
-    for d, m in itertools.product(range(1, 10), (1, 2, 3, 5, 8, 13, 20)):
-        schedule = make(name, d, m)
-        scale = 2 * d / schedule.num_stages  # chunks per stage
-        verify(schedule, max_held=scale * max(make_block(name, d, m).peaks()))
-
-
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(schedule=catalogue_schedules())
 def test_every_choice_of_options_is_legal_and_within_the_bound(schedule: Schedule) -> None:
@@ -115,17 +103,20 @@ def test_every_choice_of_options_is_legal_and_within_the_bound(schedule: Schedul
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("d", [1, 2, 3, 4, 6, 7])
-def test_peak_is_within_lifespan_bounds(name: str, d: int) -> None:
-    block = make_block(name, d, 3 * d)
-    schedule = make(name, d, 3 * d)
-    scale = 2 * d / schedule.num_stages
-    peaks = [peak / scale for peak in peak_held(schedule)]
-    assert max(peaks) <= max(block.peaks()) + 1e-9
-    assert max(block.peaks()) <= max(block.peak_bounds())
-    if name in NOT_REORDERED:
-        for peak, bound in zip(peaks, block.peak_bounds(), strict=True):
-            assert peak <= bound + 1e-9
+def test_peaks_are_those_of_the_block(name: str) -> None:
+    """From two microbatches per device, so that the planner can skip schedules that do not fit."""
+    for d in (1, 2, 3, 4, 6, 7, 12):
+        for m in (2 * d, 2 * d + 1, 3 * d):
+            schedule, block = make(name, d, m), make_block(name, d, m)
+            scale = schedule.num_stages / (2 * d)
+            peaks = [peak * scale for peak in peak_held(schedule)]
+            assert max(peaks) <= max(block.peaks()) + 1e-9
+            assert max(block.peaks()) <= max(block.peak_bounds())
+            for peak, block_peak in zip(peaks, block.peaks(), strict=True):
+                assert peak >= block_peak - 1e-9, (d, m)
+            if name in NOT_REORDERED:
+                for peak, bound in zip(peaks, block.peak_bounds(), strict=True):
+                    assert peak <= bound + 1e-9
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -162,13 +153,6 @@ def test_interleaved_order_matches_megatron() -> None:
         assert kinds == [Kind.F] * ahead + [Kind.F, Kind.BW] * steady + [Kind.BW] * ahead
 
 
-def test_placements() -> None:
-    for name in ("1f1b-v", "v-min", "v-half", "v-zb"):
-        assert make(name, 4, 2).placement == V
-    assert make("interleaved-1f1b", 3, 2, num_chunks=2).placement == (0, 1, 2, 0, 1, 2)
-    assert make("v-two-thirds", 3, 2).placement == (0, 1, 2)
-
-
 @pytest.mark.parametrize("name", EVERY_NAME)
 def test_placement_of_name_matches_its_schedules(name: str) -> None:
     for d, m in ((2, 4), (4, 8), (4, 11)):
@@ -180,14 +164,6 @@ PICTURES = {
 FFF    BWFBWFBW BW BW
  FF  BWFBWFBWFBW BW
   FBWFBWFBWFBWFBW""",
-    "zb-h1": """
-FFF  BWFBWFBWBWBW
- FFFBW BFBWFBWBWW
-  FBWFBFBFBWFBWWW""",
-    "v-min": """
-FFF  fbwfbwBWF fbBwWFfbBwW fbBwW BW
- FF f fbwFBWbwfFBbWwfFBbWwf BbWwBW
-  FfFf  bBwWFfbBwFWfbBwFWfbBwWbBwW""",
     "v-half": """
 FFF  fbw  fbBWFwfbBWFwfbBWwfbBWw BW
  FFFf  bwfBWbwfFBWbwfFBWbwf BbWwBW
@@ -211,8 +187,6 @@ def test_drawing(name: str) -> None:
             "there is no schedule 'v-third'; did you mean v-two-thirds? The names are gpipe, ",
         ),
         (("v-half", 0, 4), {}, "num_devices of v-half is 0; it must be a whole number of at "),
-        (("v-half", 4, -1), {}, "num_microbatches of v-half is -1; it must be a whole number of "),
-        (("v-half", 4.0, 4), {}, "num_devices of v-half is 4.0; it must be a whole number of at "),
         (("v-half", True, 4), {}, "num_devices of v-half is True; it must be a whole number of "),
         (
             ("v-half", 4, 4),
@@ -244,3 +218,16 @@ def test_invalid_arguments_are_rejected(
         make(*arguments, **options)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_reordering_errors_name_the_pass() -> None:
+    with pytest.raises(ScheduleError) as error:
+        reorder(make("v-half", 3, 5), 1)
+    assert str(error.value) == (
+        "F3.0 does not fit on device 2, which holds 1 stage activations then and its limit is 1"
+    )
+    schedule = make("1f1b", 2, 2)
+    first_row, *remaining_rows = schedule.order
+    incomplete_row = tuple(work for work in first_row if str(work) != "F0.1")
+    with pytest.raises(ScheduleError, match="waits for F0.1, which no device runs"):
+        reorder(replace(schedule, order=(incomplete_row, *remaining_rows)), 2)

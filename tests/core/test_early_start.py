@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import catalogue_schedules
 
+from megatron_vshape import Schedule, lower, make
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.early_start import (
     StopPoint,
     drain,
@@ -28,7 +27,6 @@ from megatron_vshape.core.program.instructions import (
     Run,
     Send,
 )
-from megatron_vshape.core.program.lowering import lower
 
 Edge = tuple[object, int, int]
 

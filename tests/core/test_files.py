@@ -1,6 +1,7 @@
 """Schedule files and costs files round-trip; invalid files raise errors of one sentence."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -9,11 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import catalogue_schedules, costs_of
 
-from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape import Costs, Schedule, ScheduleError, load_schedule, make
 from megatron_vshape.core.model.placement import Placement
-from megatron_vshape.core.model.schedule import Schedule, load_schedule
-from megatron_vshape.core.paper.catalogue import make, make_block
 from megatron_vshape.core.program.torch_file import find_torch_name, to_torch_csv
 
 VALID = {
@@ -52,7 +50,6 @@ def test_torch_csv() -> None:
     ("cell", "message"),
     [
         ("0BW1", "'0BW1' is not a pass of torch.distributed.pipelining: expected a stage, one of"),
-        ("F0.1", "'F0.1' is not a pass of torch.distributed.pipelining"),
         ("(0F1;0F2)OVERLAP_F_B", "is not an overlapped pass"),
     ],
 )
@@ -66,7 +63,6 @@ def test_invalid_torch_csv_is_rejected(cell: str, message: str) -> None:
     [
         ((0, 1), "1F1B"),
         ((0, 1, 0, 1), "Interleaved1F1B"),
-        ((0, 1, 0, 1, 0, 1), "Interleaved1F1B"),
         ((0, 1, 1, 0), "ZBVZeroBubble"),
         ((0, 1, 1, 0, 0, 1, 1, 0), None),
         ((1, 0), None),
@@ -88,27 +84,19 @@ def test_file_format() -> None:
 
 def test_csv_of_a_spreadsheet_is_read() -> None:
     plain = Schedule.from_csv("F0.0,BW0.0\nF1.0,BW1.0\n")
+    assert (plain.placement, plain.num_microbatches) == ((0, 1), 1)
+    assert Schedule.from_csv("F0.0, BW0.0\n F1.0 ,BW1.0\n") == plain
     assert Schedule.from_csv("\ufeffF0.0,BW0.0,,\r\nF1.0,BW1.0, ,\r\n\r\n,,,\r\n") == plain
     with pytest.raises(ScheduleError, match="'' is not a pass"):
         Schedule.from_csv("F0.0,,BW0.0\nF1.0,BW1.0\n")
-
-
-def test_csv_with_spaces_is_read() -> None:
-    schedule = Schedule.from_csv("F0.0, BW0.0\n F1.0 ,BW1.0\n")
-    assert schedule.placement == (0, 1)
-    assert schedule.num_microbatches == 1
 
 
 INVALID_TEXTS = {
     "": "the schedule file is not valid JSON: Expecting value: line 1 column 1 (char 0)",
     '{"format": 1': "the schedule file is not valid JSON: Expecting ',' delimiter: line 1",
     "[" * 100_000: "the schedule file is not valid JSON: it is nested too deep",
-    '{"a":' * 100_000: "the schedule file is not valid JSON: it is nested too deep",
     "[]": "the schedule file contains a JSON list; it must be an object",
     "null": "the schedule file contains a JSON null; it must be an object",
-    "true": "the schedule file contains a JSON boolean; it must be an object",
-    '"text"': "the schedule file contains a JSON string; it must be an object",
-    "3": "the schedule file contains a JSON number; it must be an object",
     "NaN": "NaN is not a number that JSON allows; write a finite one",
     '{"format": 1, "format": 1}': "the key 'format' occurs twice in one JSON object",
     "9" * 5000: "the schedule file is not valid JSON: it has a number of more than 4300 digits",
@@ -129,44 +117,21 @@ def test_invalid_file_is_rejected(text: str) -> None:
         ({"format": 2}, "the format is 2; this version reads 1"),
         ({"format": True}, "the format is True; this version reads 1"),
         ({"order": None}, "order is None; it must contain one list per device, num_devices is 2"),
-        (
-            {"order": [[]]},
-            "order is 1 lists; it must contain one list per device, num_devices is 2",
-        ),
+        ({"order": [[]]}, "order is 1 lists; it must contain one list per device, num_devices is"),
         ({"order": ["F0.0", []]}, "the order of device 0 is 'F0.0'; it must be a list of passes"),
-        (
-            {"order": [["F0.0"], [3]]},
-            "3 is not a pass: expected F, B, W, BW, D, ",
-        ),
-        (
-            {"order": [["X0.0"], []]},
-            "'X0.0' is not a pass: expected F, B, W, BW, D, ",
-        ),
-        (
-            {"order": [[["F0.0"]], []]},
-            "['F0.0'] is not a pass: expected F, B, W, BW, D, ",
-        ),
+        ({"order": [["F0.0"], [3]]}, "3 is not a pass: expected F, B, W, BW, D, "),
+        ({"order": [["X0.0"], []]}, "'X0.0' is not a pass: expected F, B, W, BW, D, "),
         ({"num_devices": True}, "num_devices is True; it must be a whole number of at least 1"),
         ({"num_devices": 2.0}, "num_devices is 2.0; it must be a whole number of at least 1"),
-        ({"num_devices": -1}, "num_devices is -1; it must be a whole number of at least 1"),
-        ({"num_devices": "2"}, "num_devices is '2'; it must be a whole number of at least 1"),
-        (
-            {"num_devices": 10**9},
-            "order is 2 lists; it must contain one list per device, num_devices",
-        ),
+        ({"num_devices": 10**9}, "order is 2 lists; it must contain one list per device,"),
         ({"num_microbatches": 0}, "num_microbatches is 0; it must be a whole number of at least 1"),
         ({"num_microbatches": 10**12}, "2 stages and 1000000000000 microbatches are more than the"),
         ({"placement": [0, True]}, "placement must be a list with the device of every stage"),
-        ({"placement": 7}, "placement must be a list with the device of every stage"),
         ({"placement": [0, 5]}, "the placement puts stage 1 on device 5; there are 2 devices, cou"),
         ({"placement": [0, 0]}, "the placement puts 2 of 2 stages on device 0; every one of the 2"),
         ({"name": 3}, "name is 3; it must be printable text of up to 200 characters"),
         ({"name": "a\nb"}, "name is 'a\\nb'; it must be printable text of up to 200 characters"),
-        ({"name": "a" * 201}, "name is 'aaaaaaaaa"),
-        (
-            {"colour": 1},
-            "the schedule file has the unknown key 'colour'; supported keys: format, name",
-        ),
+        ({"colour": 1}, "the schedule file has the unknown key 'colour'; supported keys: format,"),
     ],
 )
 def test_invalid_value_is_rejected(changes: dict[str, object], message: str) -> None:
@@ -188,7 +153,6 @@ def test_missing_key_is_rejected(key: str) -> None:
     ("text", "message"),
     [
         ("", "the CSV has no passes; it needs one line per device"),
-        ("\n\n", "the CSV has no passes; it needs one line per device"),
         ("F0.0,,B0.0\n", "'' is not a pass: expected F, B, W, BW, D, "),
         ("F0.0,BW0.0\nF1.0,F0.0\n", "F0.0 is on device 1, but stage 0 has passes on device 0"),
         ("F0.0\nF2.0\n", "stage 1 has no pass, but stage 2 has"),
@@ -282,48 +246,27 @@ COSTS = json.loads(Costs.uniform(1, 2).to_json())
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"forward_us": [1, 0]},
-            "forward_us of stage 1 is 0.0; it must be a finite number above 0",
-        ),
+        ({"forward_us": [1, 0]}, "forward_us of stage 1 is 0.0; it must be a finite number above"),
         ({"weight_us": [-2, 1]}, "weight_us of stage 0 is -2.0; it must be a finite number above"),
         ({"backward_us": [1, 1e999]}, "Infinity is not a number that JSON allows; write a finite"),
-        ({"backward_us": [1, float("nan")]}, "NaN is not a number that JSON allows; write a fini"),
         ({"backward_us": [1, True]}, "backward_us holds True, which is not a number"),
         ({"backward_us": [1, "2"]}, "backward_us holds '2', which is not a number"),
         ({"backward_us": [1, 10**400]}, "backward_us contains a number too large for a float"),
         ({"backward_us": 3}, "backward_us is 3; it must be a list with a number per stage"),
-        ({"backward_us": []}, "backward_us is []; it must be a list with a number per stage"),
         ({"backward_us": [1]}, "the costs have 1 values of backward_us and 2 of forward_us; there"),
         ({"send_us": -1}, "send_us is -1.0; it must be finite and not below 0"),
-        ({"send_us": None}, "send_us holds None, which is not a number"),
+        ({"device_bytes": "x"}, "device_bytes holds 'x', which is not a number"),
         ({"held_after_backward_bytes": [1, -1]}, "held_after_backward_bytes of stage 1 is -1.0; "),
-        (
-            {"bytes": 3},
-            "the costs file has the unknown key 'bytes'; supported keys: forward_us, back",
-        ),
+        ({"bytes": 3}, "the costs file has the unknown key 'bytes'; supported keys: forward_us,"),
         ({"layers": [1]}, "the costs have 1 values of layers and 2 of forward_us"),
         ({"layers": [1, -1]}, "layers holds -1"),
         ({"layers": [1, 2.5]}, "layers is [1, 2.5]; it must be a whole number per stage"),
-        ({"layers": 3}, "layers is 3; it must be a whole number per stage"),
-        ({"whole_backward_us": [1]}, "the costs have 1 values of whole_backward_us and 2 of forw"),
-        (
-            {"whole_backward_us": [1, 0]},
-            "whole_backward_us of stage 1 is 0.0; it must be a finite number above",
-        ),
-        (
-            {"whole_backward_us": None},
-            "whole_backward_us is None; it must be a list with a number per stage",
-        ),
-        ({"whole_backward_us": ["x", 1]}, "whole_backward_us holds 'x', which is not a number"),
+        ({"whole_backward_us": [1, 0]}, "whole_backward_us of stage 1 is 0.0; it must be a finite"),
         ({"host_us": -1}, "host_us is -1.0; it must be finite and not below 0"),
         ({"forward_exchange_us": [1]}, "the costs have 1 values of forward_exchange_us and 2 of"),
         ({"sources": 3}, "sources is 3; it must be an object with a text per name"),
         ({"sources": {"x": "measured"}}, "sources names 'x', which no costs file has"),
-        (
-            {"sources": {"send_us": "guessed"}},
-            "the source of send_us is 'guessed'; it must begin with measured, counted or assumed",
-        ),
+        ({"sources": {"send_us": "guessed"}}, "the source of send_us is 'guessed'; it must begin"),
     ],
 )
 def test_invalid_costs_are_rejected(changes: dict[str, object], message: str) -> None:
@@ -332,25 +275,20 @@ def test_invalid_costs_are_rejected(changes: dict[str, object], message: str) ->
     assert str(error.value).startswith(message)
 
 
-def test_infinite_costs_are_rejected() -> None:
-    text = json.dumps(COSTS).replace("1.0", "1e999", 1)
-    with pytest.raises(ScheduleError, match="forward_us of stage 0 is inf; it must be a finite"):
-        Costs.from_json(text)
-    for bad in (float("nan"), float("inf"), -1.0, 0.0):
-        with pytest.raises(ScheduleError, match="forward_us of stage 0 is"):
-            Costs.uniform(2, 4, forward=bad)
-    with pytest.raises(ScheduleError, match="send_us is nan; it must be finite and not below 0"):
-        Costs.uniform(2, 4, send=float("nan"))
+@pytest.mark.parametrize(
+    ("cost", "message"),
+    [
+        ({"forward": math.inf}, "forward_us of stage 0 is inf; it must be a finite"),
+        ({"forward": math.nan}, "forward_us of stage 0 is nan; it must be a finite"),
+        ({"send": math.nan}, "send_us is nan; it must be finite and not below 0"),
+    ],
+)
+def test_infinite_costs_are_rejected(cost: dict[str, float], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Costs.uniform(2, 4, **cost)
 
 
 def test_byte_order_mark_is_ignored(tmp_path):
     path = tmp_path / "schedule.json"
     path.write_text(make("v-half", 2, 2).to_json(), encoding="utf-8-sig")
     assert load_schedule(path).order == make("v-half", 2, 2).order
-
-
-def test_pass_limit_depends_on_the_number_of_stages():
-    """1F1B has half as many stages as a V, thus half the passes."""
-    make_block("1f1b", 256, 20_000)
-    with pytest.raises(ScheduleError, match="512 stages and 20000 microbatches are more than"):
-        make_block("v-half", 256, 20_000)

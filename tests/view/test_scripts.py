@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from theory import analyse
 
 import megatron_vshape
+from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.paper.catalogue import NAMES
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -46,6 +48,12 @@ def test_theory_table_of_earlier_methods():
         "chimera: two copies of the weights; an even number of microbatches",
         "bpipe: activations travel between devices i and d - 1 - i",
     ]
+
+
+def test_odd_number_of_devices_is_rejected():
+    message = "chimera is analysed for an even number of devices and at least 1 microbatch, not for"
+    with pytest.raises(ScheduleError, match=message):
+        analyse("chimera", 5, 8)
 
 
 @pytest.mark.slow
