@@ -147,24 +147,6 @@ def test_dtypes_of_gradients_and_moments_follow_the_file(monkeypatch: pytest.Mon
     assert args.padded_vocab_size == 4096  # 4000 in steps of 64 for each of two ranks
 
 
-def test_settings_without_a_flag_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        read_command([str(SAVED / "experts.yaml")])
-    messages = [
-        record.getMessage() for record in caplog.records if "left out" in record.getMessage()
-    ]
-    assert messages == [
-        "not said by a flag of Megatron, and left out: cross_entropy_fusion_impl, softmax_scale"
-    ]
-
-
-def test_flags_that_follow_the_file_are_added(tmp_path: Path) -> None:
-    flags = ["--pipeline-schedule", "v-half"]
-    command = read_command([str(SAVED / "dense.yaml"), *flags])
-    assert command.flags[-2:] == tuple(flags)
-    assert command.value("--num-layers") == "8"
-
-
 VERL = {
     "tensor_model_parallel_size": 2,
     "pipeline_model_parallel_size": 4,

@@ -136,15 +136,6 @@ def test_a_ring_between_nodes_is_free_while_attention_computes() -> None:
     assert step_time(near, H100, scale, RATES)["exchanges"] == pytest.approx(0.125)
 
 
-def test_a_virtual_stage_costs_no_fixed_time() -> None:
-    """Until November 2026, F and B of a stage with experts cost 16 ms more on hosts with x86."""
-    work = Work(kernels=100)
-    few, many = (
-        step_time(work, H100, Scale(8, 1, 4, chunks), RATES)["step_s"] for chunks in (1, 8)
-    )
-    assert many <= few
-
-
 def test_the_error_is_the_one_of_the_case() -> None:
     assert accuracy.case_of(False, 1, 1, GPUS["h100"]) == accuracy.DENSE
     assert accuracy.case_of(True, 16, 16, GPUS["h100"]) == accuracy.BETWEEN
