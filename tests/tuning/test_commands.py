@@ -7,13 +7,10 @@ import pytest
 import yaml
 from tuning.samples import write_sweep
 
-from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal import sources
 from megatron_vshape.tuning.configurations import SweepError
 from megatron_vshape.tuning.files import Loaded, load_sweep
 from megatron_vshape.tuning.grid import expand_grid
-from megatron_vshape.tuning.machine import Machine
-from megatron_vshape.tuning.predictor import Counts, key_of_count
+from megatron_vshape.tuning.predictor import key_of_count
 from megatron_vshape.tuning.trainer_flags import trainer_command
 
 EXPERTS = """
@@ -105,17 +102,3 @@ def test_a_model_file_is_translated(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_without_a_model_the_command_must_follow(tmp_path: Path) -> None:
     with pytest.raises(SweepError, match="model is missing: name a model file or a file of argume"):
         swept(tmp_path)
-
-
-def test_missing_dry_run_sources_are_one_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The counted costs have no formula as a fallback."""
-    loaded = swept(tmp_path, "pretrain_gpt.py", *EXPERTS)
-    counts = Counts(loaded.subject, Machine.of(loaded.cluster))
-    monkeypatch.setattr(sources, "find_megatron", lambda path, script: None)
-    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(sources.VARIABLE, raising=False)
-    with pytest.raises(ScheduleError, match="dry run imports the Python of transformer-engine"):
-        counts.count(expand_grid(loaded).possible, lambda *_: None)

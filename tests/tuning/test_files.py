@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
-from tuning.samples import CLUSTER, ROOT, SWEEP, load_sample, write_sweep
+from tuning.samples import ROOT, SWEEP, load_sample, write_sweep
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.tuning.configurations import SweepError
@@ -72,29 +72,11 @@ def run(**over: Any) -> dict[str, Any]:
         (grid(tensor=[1]), r"grid: unknown key tensor; known: context_parallel, data_par"),
         (grid(schedule=[]), r"grid\.schedule is empty; it needs at least one value"),
         (grid(microbatch_size=[0]), r"grid\.microbatch_size\.0 is 0: .*greater than 0"),
-        (grid(microbatch_size=["two"]), r"grid\.microbatch_size\.0 is 'two': .*valid integer"),
-        (
-            grid(recompute=["some"]),
-            r"grid\.recompute\.0 is 'some': .*match pattern .*none.full",
-        ),
+        (grid(recompute=["some"]), r"grid\.recompute\.0 is 'some': .*match pattern .*none.full"),
         ({"workloads": []}, r"workloads is missing: sequence_length, global_batch_size"),
-        (
-            {"model": "gone.yaml"},
-            r"model: there is no file .*gone\.yaml: paths in a sweep",
-        ),
         ({"cluster": "gone.yaml"}, r"cluster: there is no file .*gone\.yaml: paths in a sweep"),
-        (
-            run(slurm={"setup": "module load cuda"}),
-            r"run: slurm\.setup is 'module load cuda', but ",
-        ),
-        (
-            run(slurm={"partition": ["a", "b"]}),
-            r"run: slurm\.partition is \['a', 'b'\], but setup, ",
-        ),
-        (
-            grid(schedule=["v-third"]),
-            r"there is no schedule 'v-third'; did you mean .* The names are .*adaptive",
-        ),
+        (run(slurm={"setup": "module load cuda"}), r"run: slurm\.setup is 'module load cuda',"),
+        (grid(schedule=["v-third"]), r"there is no schedule 'v-third'; did you mean .* The names"),
     ],
 )
 def test_wrong_sweep(tmp_path: Path, over: dict[str, Any], text: str) -> None:
@@ -118,19 +100,9 @@ def test_removed_keys_of_old_files_are_ignored_with_a_warning(
     [
         ("a: [", "is not YAML"),
         ("- 1", "must have keys with values, not \\[1\\]"),
-        (
-            "!!python/object/apply:os.system [true]",
-            "sweep.yaml: line 1 has the tag tag:yaml.org,2002:python/object/apply:os.system, and ",
-        ),
-        ("name: !!bool x", "line 1 has the tag tag:yaml.org,2002:bool, and tags are not read: rem"),
-        ("name: !!timestamp x", "tags are not read: remove it"),
-        ("name: !!int ''", "tags are not read: remove it"),
-        (
-            "name: &a x\nmodel: *a",
-            "sweep.yaml: line 2 has the alias \\*a, and aliases are not read",
-        ),
+        ("!!python/object/apply:os.system [true]", "sweep.yaml: line 1 has the tag"),
+        ("name: &a x\nmodel: *a", "sweep.yaml: line 2 has the alias \\*a, and aliases are not"),
         ("name: x\nmodel: y\nname: z", "sweep.yaml: the key name occurs twice, in lines 1 and 3"),
-        ("grid: {a: 1, a: 1}", "the key a occurs twice, in lines 1 and 1"),
         ("name: x", "the key cluster is missing \\(and 1 more\\)"),
         # A missing key may be a misspelled one.
         ("nmae: x\nmodle: y", "unknown keys nmae, modle; known: also, "),
@@ -158,11 +130,28 @@ def test_local_executor_rejects_several_nodes_and_shared_gpus(
     load_sample(tmp_path, cluster=cluster, sweep=run(**over, executor="slurm"))
 
 
-def test_sizes_that_contradict(tmp_path: Path) -> None:
-    with pytest.raises(
-        SweepError, match="hidden_size 256 is not a multiple of num_attention_heads"
-    ):
-        load_sample(tmp_path, model={"num_attention_heads": 3})
+@pytest.mark.parametrize(
+    ("over", "text"),
+    [
+        ({"num_attention_heads": 3}, "hidden_size 256 is not a multiple of num_attention_heads"),
+        ({"use_parallel_residual": True}, "parallel residual .*which Megatron does not support"),
+    ],
+)
+def test_models_that_cannot_be_trained(tmp_path: Path, over: dict[str, Any], text: str) -> None:
+    with pytest.raises(SweepError, match=text):
+        load_sample(tmp_path, model=over)
+
+
+def test_assumptions_are_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One of an old file is ignored with a warning."""
+
+    def machine(**assumptions: float) -> Machine:
+        return Machine.of(load_sample(tmp_path, cluster={"assumptions": assumptions}).cluster)
+
+    assert machine(pass_us=16000.0, launch_us=50.0) == machine(launch_us=50.0)
+    assert "pass_us is ignored: a virtual stage" in caplog.text
+    with pytest.raises(SweepError, match="is no assumption 'luck'; there are beside_gib, wide"):
+        machine(luck=1.0)
 
 
 def test_model_without_a_type_names_the_format(tmp_path: Path) -> None:
@@ -170,27 +159,3 @@ def test_model_without_a_type_names_the_format(tmp_path: Path) -> None:
     (tmp_path / "model.yaml").write_text("layers: 8\nhidden_size: 256\n")
     with pytest.raises(SweepError, match="model_type is missing: .* fields of a Hugging Face con"):
         load_sweep(path)
-
-
-def test_parallel_residual_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(SweepError, match="parallel residual .*which Megatron does not support"):
-        load_sample(tmp_path, model={"use_parallel_residual": True})
-
-
-def test_removed_assumptions_of_old_files_are_ignored_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    old = {"pass_us": 16000.0, "launch_on_grace_us": 40.0, "launch_us": 50.0}
-    machines = [
-        Machine.of(load_sample(tmp_path, cluster={**CLUSTER, "assumptions": assumptions}).cluster)
-        for assumptions in (old, {"launch_us": 50.0})
-    ]
-    assert machines[0] == machines[1]
-    assert "pass_us is ignored: a virtual stage" in caplog.text
-    assert "launch_on_grace_us is ignored: hosts with Grace CPUs" in caplog.text
-
-
-def test_unknown_assumption(tmp_path: Path) -> None:
-    loaded = load_sample(tmp_path, cluster={**CLUSTER, "assumptions": {"luck": 1.0}})
-    with pytest.raises(SweepError, match="is no assumption 'luck'; there are beside_gib, wide"):
-        Machine.of(loaded.cluster)

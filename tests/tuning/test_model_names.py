@@ -128,14 +128,8 @@ def test_a_vision_language_model_is_its_language_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        (
-            {**VALUES, "model_type": "mamba9"},
-            r"config\.json: its model_type mamba9 is not supported",
-        ),
-        (
-            {"model_type": "llama"},
-            "it lacks num_hidden_layers, hidden_size, num_attention_heads, v",
-        ),
+        ({**VALUES, "model_type": "mamba9"}, r"config\.json: its model_type mamba9 is not"),
+        ({"model_type": "llama"}, "it lacks num_hidden_layers, hidden_size, num_attention_heads,"),
     ],
 )
 def test_configs_that_are_rejected(tmp_path: Path, values: dict[str, Any], text: str) -> None:

@@ -17,9 +17,8 @@ import trials_table
 from tuning.counts import Fake
 from tuning.samples import FAKE, ROOT
 
+from megatron_vshape import Schedule, ScheduleError
 from megatron_vshape.cli.main import main
-from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.tuning import training_run
 from megatron_vshape.tuning.trial import Launch, Variant, with_schedule
 
@@ -247,7 +246,6 @@ def test_1f1b_is_the_schedule_of_stock_megatron() -> None:
     ("words", "fix"),
     [
         ("train.sh", "give the whole command"),
-        ("torchrun --nproc-per-node 2 missing.py", "give the whole command"),
         (f"A=1 {SCRIPT}", "give the whole command"),
         (f"torchrun --nnodes 2 {SCRIPT} --num-layers 2", "Start it with srun"),
     ],
@@ -263,22 +261,24 @@ def test_commands_that_cannot_be_started_are_rejected(words: str, fix: str) -> N
         (["--steps", "5"], sys.executable, "set 6 or more"),
         ([], sys.executable, "or --schedules v-half,v-zb"),
         (["--schedules", "v-half"], "no_such_program", "no_such_program cannot be started"),
+        (
+            ["--schedules", "v-half"],
+            sys.executable,
+            "MEGATRON_VSHAPE sets a schedule for all runs: unset it",
+        ),
     ],
 )
 def test_errors_have_a_fix(
-    options: list[str], program: str, fix: str, capsys: pytest.CaptureFixture[str]
+    options: list[str],
+    program: str,
+    fix: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if "MEGATRON_VSHAPE" in fix:  # it would be the schedule of stock Megatron, too
+        monkeypatch.setenv("MEGATRON_VSHAPE", "schedule=v-half")
     assert main(["trial", *options, "--", program, SCRIPT, *MODEL]) == 2
     assert fix in capsys.readouterr().err
-
-
-def test_a_schedule_of_the_environment_is_rejected(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It would be that of stock Megatron, too."""
-    monkeypatch.setenv("MEGATRON_VSHAPE", "schedule=v-half")
-    assert main(["trial", "--schedules", "v-zb", "--", sys.executable, SCRIPT, *MODEL]) == 2
-    assert "MEGATRON_VSHAPE sets a schedule for all runs: unset it" in capsys.readouterr().err
 
 
 CPU_MODEL = """--transformer-impl local --distributed-backend gloo --mock-data --num-workers 0
@@ -293,55 +293,26 @@ CPU_MODEL = """--transformer-impl local --distributed-backend gloo --mock-data -
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
 
 
-def run_real_trial(script: list[str], monkeypatch: pytest.MonkeyPatch, *flags: str) -> list[Any]:
-    """Compare 1F1B with V-Half and V-ZB on four CPU ranks, and return the rows."""
-    pytest.importorskip("megatron.training")
-    for name, value in (("OMP_NUM_THREADS", "1"), ("CUDA_VISIBLE_DEVICES", "")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    # A checkout compiles its helpers by the pybind11 of the first Python.
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    command = [*TORCHRUN, *script, *CPU_MODEL, *flags, "--train-iters", "1000", "--eval-iters", "1"]
-    assert main(["trial", "--schedules", "v-half,v-zb", "--steps", "8", "--", *command]) == 0
-    rows: list[Any] = json.loads(Path("trial/trial.json").read_text())["rows"]
-    assert [(row["schedule"], row["status"]) for row in rows] == [
-        ("1f1b", "ok"),
-        ("v-half", "ok"),
-        ("v-zb", "ok"),
-    ]
-    assert all(row["tokens_per_s_per_gpu"] > 0 and len(row["speedups"]) == 2 for row in rows)
-    return rows
-
-
 @pytest.mark.slow
 def test_schedules_train_from_one_checkpoint_with_equal_losses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    pytest.importorskip("megatron.training")
     script = str(ROOT / "scripts" / "pretrain_gpt.py")
-    saving = [
-        "--train-iters",
-        "1",
-        "--save",
-        "weights",
-        "--save-interval",
-        "1",
-        "--eval-iters",
-        "0",
-    ]
+    saving = "--train-iters 1 --save weights --save-interval 1 --eval-iters 0".split()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [*TORCHRUN, script, *CPU_MODEL, *saving, "--eval-interval", "10"]
     subprocess.run(command, check=True, env=environment)
     files = {path: path.stat().st_mtime_ns for path in Path("weights").rglob("*")}
-    data = ("--load", "weights", "--save", "weights", "--tensorboard-dir", "logs")
-    rows = run_real_trial([script], monkeypatch, *data)
+    for name, value in (("OMP_NUM_THREADS", "1"), ("CUDA_VISIBLE_DEVICES", "")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    data = "--load weights --save weights --tensorboard-dir logs --train-iters 1000 --eval-iters 1"
+    command = [*TORCHRUN, script, *CPU_MODEL, *data.split()]
+    assert main(["trial", "--schedules", "v-half,v-zb", "--steps", "8", "--", *command]) == 0
+    rows = json.loads(Path("trial/trial.json").read_text())["rows"]
+    assert [row["schedule"] for row in rows] == ["1f1b", "v-half", "v-zb"]
+    assert all(row["tokens_per_s_per_gpu"] > 0 and len(row["speedups"]) == 2 for row in rows)
     assert [row["loss_difference"] for row in rows] == [0, 0, 0]
     assert {path: path.stat().st_mtime_ns for path in Path("weights").rglob("*")} == files
     assert not Path("logs").exists()
-
-
-@pytest.mark.slow
-def test_an_unmodified_checkout_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = Path(os.environ.get("MEGATRON_LM_PATH", ""), "pretrain_gpt.py")
-    if "MEGATRON_LM_PATH" not in os.environ or not script.is_file():
-        pytest.skip("MEGATRON_LM_PATH names no checkout of Megatron-LM")
-    run_real_trial(["-m", "megatron_vshape.mcore.launch", str(script)], monkeypatch)

@@ -48,15 +48,6 @@ def test_the_measured_steps_follow_the_warm_up() -> None:
     assert (plain.status, plain.bubble, plain.peak_bytes) == (Status.OK, None, 1024)
 
 
-def test_peak_of_several_nodes() -> None:
-    """The first node reports the memory, the last one the step times."""
-    nodes = job(2, "nccl")
-    first = outcome_of("", [ALLOCATED], 0, nodes)
-    last = outcome_of("", steps(), 0, nodes)
-    assert last.peak_bytes is None
-    assert merge_outcomes([first, last]) == Outcome(Status.OK, pytest.approx(0.2), 1024)
-
-
 def test_figures_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "node0.jsonl"
     assert figures.read(path) == []
@@ -67,11 +58,6 @@ def test_figures_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with path.open("a") as stream:
         stream.write('{"step_s": 2')  # and then it was killed
     assert figures.read(path) == [{"step_s": 1.0, "bubble": None}, ALLOCATED]
-
-
-def test_memory_of_the_host_is_not_a_gpus() -> None:
-    assert outcome_of(CUDA_MEMORY, [], 1, job(backend="nccl")).peak_bytes is None
-    assert outcome_of(CUDA_MEMORY, [], 1, job()).peak_bytes is not None
 
 
 CUDA_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"

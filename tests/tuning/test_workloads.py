@@ -10,7 +10,7 @@ from megatron_vshape.tuning.configurations import Configuration
 from megatron_vshape.tuning.files import Loaded, Pruning
 from megatron_vshape.tuning.grid import expand_grid
 from megatron_vshape.tuning.predictor import Prediction, Verdict
-from megatron_vshape.tuning.ranking import prune_predictions
+from megatron_vshape.tuning.ranking import kendall_tau, prune_predictions
 from megatron_vshape.tuning.report import (
     best_rows,
     result_tables,
@@ -109,3 +109,23 @@ def test_additional_adaptive_run_is_planned_even_if_slow(tmp_path: Path) -> None
     assert verdicts == {(): Verdict.NOT_PLANNED, ("--x",): Verdict.RUNS}
     run = prune_predictions(predictions.values(), Pruning(margin=0.0)).run
     assert any(prediction.configuration.arguments == ("--x",) for prediction in run)
+
+
+def test_tau_of_known_rankings() -> None:
+    assert kendall_tau([1, 2, 3, 4], [10, 20, 30, 40]) == 1
+    assert kendall_tau([1, 2, 3, 4], [4, 3, 2, 1]) == -1
+    # SciPy's documentation of kendalltau has this one.
+    assert kendall_tau([12, 2, 1, 12, 2], [1, 4, 7, 1, 0]) == pytest.approx(-0.47140452)
+
+
+def test_undefined_tau_is_none() -> None:
+    assert kendall_tau([], []) is None
+    assert kendall_tau([1], [2]) is None
+    assert kendall_tau([1, 1], [1, 2]) is None
+
+
+def test_tau_within_groups() -> None:
+    """The two long ones are the wrong way round, the two short ones right."""
+    assert kendall_tau([1, 2, 10, 20], [1, 2, 20, 10]) == pytest.approx(2 / 3)
+    assert kendall_tau([1, 2, 10, 20], [1, 2, 20, 10], ["a", "a", "b", "b"]) == 0
+    assert kendall_tau([1, 2], [1, 2], ["a", "b"]) is None
