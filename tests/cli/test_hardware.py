@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+from cli.conftest import Output
 
 from megatron_vshape.cli.dry_run import of_cluster
-from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.gpus import GIB, GPUS, Gpu
 from megatron_vshape.rehearsal.step_time import rates_of
@@ -81,10 +81,7 @@ def test_invalid_cluster_file_is_rejected(tmp_path: Path, text: str, message: st
 
 
 @pytest.mark.parametrize("options", [[], ["--gpus", "8xA100", "--cluster", "any.yaml"]])
-def test_advise_needs_one_description(
-    options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_advise_needs_one_description(options: list[str], error_of: Output) -> None:
     sizes = "--num-layers 4 --hidden-size 64 --pipeline-model-parallel-size 2"
     flags = ["pretrain_gpt.py", *sizes.split()]
-    assert main(["advise", *options, "--", *flags]) == 2
-    assert "needs one of --gpus" in capsys.readouterr().err
+    assert "needs one of --gpus" in error_of("advise", *options, "--", *flags)

@@ -5,13 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cli.conftest import Output
 
 from megatron_vshape import Costs, make, peak_held
-from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.planner.lighter import lighter_layers
 
 GIB = 2**30
+SIZES = ["--devices", "4", "--microbatches", "8"]
 
 
 def costs(devices: int = 4) -> Costs:
@@ -38,15 +39,8 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def output_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main([*arguments, "--devices", "4", "--microbatches", "8"]) == 0
-    return capsys.readouterr().out
-
-
-def test_schedule_prints_total_memory_per_rank(
-    file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = output_of(capsys, "schedule", "v-half", "--costs", file)
+def test_schedule_prints_total_memory_per_rank(file: str, output_of: Output) -> None:
+    text = output_of("schedule", "v-half", *SIZES, "--costs", file)
     schedule = make("v-half", 4, 8)
     peaks = peak_held(schedule, costs())
     assert f"peak memory   {max(peaks) / GIB:g} GiB, largest rank, with model states: " in text
@@ -77,36 +71,32 @@ def test_lighter_layers_are_a_local_minimum() -> None:
 
 
 def test_limit_in_gib_is_total_and_in_chunks_activation_memory(
-    file: str, capsys: pytest.CaptureFixture[str]
+    file: str, output_of: Output
 ) -> None:
     short = ("--costs", file, "--chunks", "2")
-    text = output_of(capsys, "plan", *short, "--memory-limit", "56GiB")
+    text = output_of("plan", *SIZES, *short, "--memory-limit", "56GiB")
     peak = re.search(r"peak memory +([\d.]+) GiB, limit 56 GiB\n", text)
     assert peak is not None
     assert 31.5 < float(peak[1]) <= 56
     assert re.search(r"per rank +[\d. ]+ GiB, including model states of [\d. ]+ GiB", text)
-    alone = output_of(capsys, "plan", *short, "--memory-limit", "6chunks")
+    alone = output_of("plan", *SIZES, *short, "--memory-limit", "6chunks")
     assert re.search(r"peak memory +[\d.]+ GiB \([\d.]+ chunks\), limit 27 GiB \(6 ch", alone)
     assert "\nper rank" not in alone
 
 
-def test_infeasible_limit_is_reported_as_total_gib(
-    file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["plan", "--devices", "4", "--microbatches", "8", "--costs", file]
-    assert main([*arguments, "--memory-limit", "30GiB"]) == 2
-    error = capsys.readouterr().err
+def test_infeasible_limit_is_reported_as_total_gib(file: str, error_of: Output) -> None:
+    arguments = ["plan", *SIZES, "--costs", file]
+    error = error_of(*arguments, "--memory-limit", "30GiB")
     assert re.search(r"rank \d is 30 GiB, and one microbatch needs [\d.]+ GiB", error)
 
 
 def test_auto_layer_split_makes_a_limit_feasible(
-    file: str, capsys: pytest.CaptureFixture[str]
+    file: str, output_of: Output, error_of: Output
 ) -> None:
     """With an even split, one microbatch alone needs 39.5 GiB on the largest rank."""
-    arguments = ("plan", "--costs", file, "--chunks", "2", "--memory-limit")
-    assert main([*arguments, "37GiB", "--devices", "4", "--microbatches", "8"]) == 2
-    assert "no schedule fits: the limit of rank" in capsys.readouterr().err
-    text = output_of(capsys, *arguments, "37GiB", "--layer-split", "auto")
+    arguments = ("plan", *SIZES, "--costs", file, "--chunks", "2", "--memory-limit")
+    assert "no schedule fits: the limit of rank" in error_of(*arguments, "37GiB")
+    text = output_of(*arguments, "37GiB", "--layer-split", "auto")
     split = re.search(r"--pipeline-layer-split ([\d,]+)", text)
     assert split is not None
     layers = tuple(map(int, split[1].split(",")))

@@ -5,10 +5,9 @@ import time
 
 import pytest
 
+from megatron_vshape import Costs, plan
 from megatron_vshape.cli import progress
 from megatron_vshape.core import compiling
-from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.planner.search import plan
 from megatron_vshape.view.numbers import fixed, time_text
 
 

@@ -9,12 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_vshape import Costs, load_schedule, make, simulate
 from megatron_vshape.cli import schedule
 from megatron_vshape.cli.main import main
-from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.schedule import load_schedule
-from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.core.program.lowering import with_full_backwards
 from megatron_vshape.core.program.torch_file import to_torch_csv
 
@@ -78,13 +75,6 @@ communication 12 P2P messages per microbatch, 2x 1F1B
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_schedule_name_is_supported(capsys, name):
-    out = printed(capsys, name, *SIZE, "--cost", "1,1.15,.85,.05")
-    assert out.startswith(f"{name}, 4 ranks, 8 microbatches, times in ")
-    assert "of 1F1B" in out
-
-
 def test_json_export_is_the_schedule_and_reads_back(capsys, tmp_path):
     output = printed(capsys, "v-min", *SIZE, "--export", "plan.json")
     assert output.endswith("\nwrote plan.json\n")
@@ -142,21 +132,11 @@ def test_torch_export_without_a_schedule_name(capsys, tmp_path):
     assert "  LAYERS: layers per stage, so that the model has 12 stages\n" in output
 
 
-def test_trace_is_that_of_the_timeline(capsys, tmp_path):
-    printed(capsys, "v-min", *SIZE, "--cost", "1,2,1,.1", "--trace", "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
-    timeline = simulate(make("v-min", 4, 8), Costs.uniform(4, 8, 1, 2, 1, 0.1))
-    assert len(ends) == 3 * 8 * 8
-    assert max(ends) == pytest.approx(timeline.makespan)
-
-
-@pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf"])
-def test_figure_is_written(capsys, tmp_path, suffix):
+def test_figure_is_written(capsys, tmp_path):
     pytest.importorskip("matplotlib", reason=FIGURE_NEEDS)
-    printed(capsys, "v-half", *SIZE, "--figure", f"picture{suffix}")
-    assert (tmp_path / f"picture{suffix}").stat().st_size > 10_000
-    assert [path.name for path in tmp_path.iterdir()] == [f"picture{suffix}"]
+    printed(capsys, "v-half", *SIZE, "--figure", "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
 
 
 def test_compare_prints_one_table(capsys):
@@ -243,25 +223,16 @@ def test_measured_costs_reach_figure_and_trace(capsys, tmp_path, costs_file):
 BAD = [
     ([], "no schedule given: name one of "),
     (["v-haf", *SIZE], "there is no schedule 'v-haf'; did you mean v-half? The names are "),
-    (["nothing-like-it", *SIZE], "there is no schedule 'nothing-like-it'. The names are "),
     (["v-half"], "v-half needs --devices, as in --devices 4 --microbatches 8"),
     (["v-half", "--devices", "4"], "v-half needs --microbatches, as in"),
     (["v-half", "--devices", "0"], "argument --devices: '0' is not a whole number of at least 1"),
-    (["v-half", "--devices", "2.5"], "argument --devices: '2.5' is not a whole number"),
-    (
-        ["v-half", "--devices", "1000000000", "--microbatches", "1000000000"],
-        "2000000000 stages and 1000000000 microbatches are more than the 20000000 passes that a",
-    ),
     (["interleaved-1f1b:0", *SIZE], "'interleaved-1f1b:0' is not a schedule: a number of chunks"),
     (
         ["v-half", *SIZE, "--cost", "1,1,1"],
         "has 3 values; it needs four, F,B,W,COMM, as in 1,1.15,0.85,0.05, which BW=",
     ),
     (["1f1b", *SIZE, "--cost", "1,1,1,0,BW=0"], "BW is '0'; it must be a finite number above 0"),
-    (["v-half", *SIZE, "--cost", "1,1,1,x"], "COMM is 'x'; it must be a finite number of at least"),
-    (["v-half", *SIZE, "--cost", "1,1,nan,0"], "W is 'nan'; it must be a finite number above 0"),
     (["v-half", *SIZE, "--cost", "1,1,1,-1"], "COMM is '-1'; it must be a finite number of at lea"),
-    (["v-half", *SIZE, "--costs", "absent.json"], "the costs file absent.json cannot be read"),
     (["v-half", *SIZE, "--costs", "bad.json"], "the costs file bad.json is not valid JSON: "),
     (
         ["v-half", *SIZE, "--cost", "1,1,1,0", "--costs", "bad.json"],
@@ -274,10 +245,7 @@ BAD = [
     (["absent.json"], "the schedule file absent.json cannot be read"),
     (["bad.json"], "the schedule file bad.json is not valid JSON: "),
     (["bad.csv"], "the schedule file bad.csv is not valid: 'F0' is not a pass"),
-    (["empty.csv"], "the schedule file empty.csv is not valid"),
-    (["gaps.csv"], "the schedule file gaps.csv is not valid: stage 1 has no pass"),
     (["half.csv"], "the schedule file half.csv cannot run: W0.0 "),
-    (["binary.json"], "the schedule file binary.json is not UTF-8 text"),
     (["good.json", "--devices", "3"], "good.json is for --devices 1, not 3"),
     (["good.json", "--slices", "2"], "good.json is for --slices 1, not 2"),
     (["v-half", *SIZE, "--figure", "a.bmp"], "--figure a.bmp: the file's name must end in .svg, "),
@@ -313,7 +281,6 @@ BAD = [
     ),
     (["--compare", "v-min", *SIZE, "--export", "a.json"], "--export needs a NAME before --compare"),
     (["v-half", *SIZE, "--compare"], "argument --compare: expected at least one argument"),
-    (["v-half", *SIZE, "--bogus"], "unrecognized arguments: --bogus"),
 ]
 
 
@@ -323,10 +290,7 @@ BAD = [
 def test_bad_input_is_one_sentence_and_no_file(capsys, tmp_path, arguments, text):
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "bad.csv").write_text("F0\n")
-    (tmp_path / "empty.csv").write_text("")
-    (tmp_path / "gaps.csv").write_text("F0.0,F2.0,BW2.0,BW0.0\n")
     (tmp_path / "half.csv").write_text("F0.0,B0.0\n")
-    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "good.json").write_text(make("1f1b", 1, 1).to_json())
     (tmp_path / "sliced.json").write_text(make("1f1b", 2, 4, slices=2).to_json())
     three = (1.0,) * 3
@@ -393,11 +357,6 @@ def test_hostile_name_does_not_reach_the_terminal(capsys, tmp_path):
     assert "\x1b" not in printed(capsys, "--compare", name)
 
 
-def run(*arguments, **options):
-    command = [sys.executable, "-m", "megatron_vshape.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
-
-
 @pytest.fixture
 def environment():
     """Return an environment in which a process imports the tested package."""
@@ -405,18 +364,6 @@ def environment():
 
     folder = os.path.dirname(os.path.dirname(megatron_vshape.__file__))
     return {**os.environ, "PYTHONPATH": folder}
-
-
-def test_process_imports_no_heavy_package_for_text(environment):
-    code = (
-        "import sys; from megatron_vshape.cli.main import main; "
-        f"main({['schedule', 'v-min', *SIZE]!r}); "
-        "print([n for n in ('torch', 'megatron', 'matplotlib') if n in sys.modules])"
-    )
-    completed = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    )
-    assert completed.stdout.splitlines()[-1] == "[]"
 
 
 def test_process_survives_a_reader_that_leaves(environment):
@@ -444,7 +391,7 @@ def test_full_disk_in_a_process(environment):
 
 
 def test_schedule_name_may_contain_the_number_of_chunks(capsys):
-    sizes = ["--devices", "4", "--microbatches", "8"]
+    sizes = SIZE
     two = printed(capsys, "interleaved-1f1b", *sizes)
     explicit = printed(capsys, "interleaved-1f1b:2", *sizes)
     assert explicit.startswith("interleaved-1f1b:2, 4 ranks, 8 microbatches")
@@ -453,25 +400,19 @@ def test_schedule_name_may_contain_the_number_of_chunks(capsys):
     assert "14 P2P messages" in two
     assert "22 P2P messages" in printed(capsys, "interleaved-1f1b:3", *sizes)
     compared = ["interleaved-1f1b:2", "interleaved-1f1b:4"]
-    assert main(["schedule", "v-half", *sizes, "--compare", *compared]) == 0
-    rows = capsys.readouterr().out.splitlines()
+    rows = printed(capsys, "v-half", *sizes, "--compare", *compared).splitlines()
     assert [row.split()[0] for row in rows[1:]] == ["v-half", *compared]
-    assert main(["schedule", "v-half:4", *sizes]) == 2
-    assert "'v-half:4' is not a schedule: a number of chunks" in capsys.readouterr().err
 
 
 def test_slices_are_drawn_and_kept_in_the_file(tmp_path, capsys):
     file, figure = tmp_path / "mine.json", tmp_path / "mine.svg"
     sizes = ["--devices", "4", "--microbatches", "2", "--slices", "4"]
-    assert main(["schedule", "v-half", *sizes, "--export", str(file), "--figure", str(figure)]) == 0
-    first = capsys.readouterr().out
+    first = printed(capsys, "v-half", *sizes, "--export", str(file), "--figure", str(figure))
     assert "v-half, 4 ranks, 2 microbatches of 4 slices" in first
     assert "peak memory   3 chunks of 1/8 model: 37.5 % of 1F1B" in first
     assert "messages per microbatch, 8x 1F1B" in first
-    assert main(["schedule", str(file)]) == 0
-    assert capsys.readouterr().out == first.partition("wrote ")[0]
-    assert main(["schedule", str(file), "--compare", "1f1b"]) == 0
-    assert "1f1b" in capsys.readouterr().out
+    assert printed(capsys, str(file)) == first.partition("wrote ")[0]
+    assert "1f1b" in printed(capsys, str(file), "--compare", "1f1b")
 
 
 @pytest.mark.parametrize(
