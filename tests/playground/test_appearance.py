@@ -7,7 +7,6 @@ import pytest
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.playground.html import static_files
-from megatron_vshape.playground.offers import offers
 from megatron_vshape.playground.picture import palette, size_note
 from megatron_vshape.view.names import contrast
 
@@ -28,20 +27,9 @@ def test_texts_say_rank_rather_than_device(name):
     assert not [text for text in texts if re.search(r"\bdevices?\b", text, re.IGNORECASE)]
 
 
-def test_texts_of_a_file_are_found():
-    assert "Ranks" in texts_of("form.js")
-    assert "rank " in "".join(texts_of("overlay.js"))
-
-
 def test_size_of_a_schedule_is_in_ranks():
     note = "4 ranks, 8 microbatches, 192 passes; 2 chunks per rank, V-shaped"
     assert size_note(make("v-half", 4, 8)) == note
-
-
-def test_first_tab_compares_schedules():
-    tabs = offers()["tabs"]
-    assert [tab["name"] for tab in tabs] == ["compare", "timeline", "steps", "estimate"]
-    assert all(tab["title"] and tab["about"] for tab in tabs)
 
 
 def theme_colours(theme: str) -> dict[str, str]:

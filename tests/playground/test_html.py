@@ -9,11 +9,9 @@ import zlib
 import pytest
 from playground.answers import read_payload
 
+from megatron_vshape import Schedule, ScheduleError, make, simulate
 from megatron_vshape.cli.main import main
-from megatron_vshape.core.check.simulate import simulate, unit_costs
-from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.paper.catalogue import make
+from megatron_vshape.core.check.simulate import unit_costs
 from megatron_vshape.playground import html
 from megatron_vshape.playground.html import static_files
 
@@ -41,18 +39,22 @@ def unpacked(text: str) -> bytes:
     return zlib.decompress(base64.b64decode(text))
 
 
-def test_html_file_contains_the_timeline(tmp_path):
-    schedule = make("v-half", 4, 8)
-    timeline = simulate(schedule)
-    facts = html.plain_facts(timeline)
-    html.write_html(tmp_path / "page.html", timeline, unit_costs(schedule), facts)
-    data = data_in((tmp_path / "page.html").read_text(encoding="utf-8"))
+def test_html_file_contains_the_timeline(tmp_path, capsys):
+    schedule, path = make("v-half", 4, 8), tmp_path / "v-half.html"
+    command = ["schedule", "v-half", "--devices", "4", "--microbatches", "8", "--html"]
+    assert main([*command, str(path)]) == 0
+    page = path.read_text(encoding="utf-8")
+    data = data_in(page)
+    assert tabs_in(page) == ["timeline", "steps"]  # the others need a server
     _, (header,) = read_payload(unpacked(data["answers"]["timeline"]))
     assert header["counts"] == [len(row) for row in schedule.order]
     assert Schedule.from_json(unpacked(data["texts"]["schedule-file"]).decode()) == schedule
     assert len(json.loads(unpacked(data["texts"]["trace-file"]))["traceEvents"]) > 3 * 8 * 8
+    assert header["facts"]["base_peak"] == 8
     _, steps = read_payload(unpacked(data["answers"]["steps"]))
     assert len(steps) == 4
+    assert main([*command, str(tmp_path / "page.txt")]) == 2
+    assert "must end in .html" in capsys.readouterr().err
 
 
 def test_html_fetches_nothing_and_policy_allows_only_embedded_parts():
@@ -83,10 +85,6 @@ def test_changed_schedule_has_no_steps():
     renamed = Schedule("v-min", 4, 8, schedule.placement, schedule.order)
     assert "steps" not in data_in(text_of(renamed))["answers"]
     assert tabs_in(text_of(renamed)) == ["timeline"]
-
-
-def test_tabs_that_need_a_server_are_hidden():
-    assert tabs_in(page_of("v-half")) == ["timeline", "steps"]
 
 
 @pytest.mark.parametrize(
@@ -122,14 +120,3 @@ def test_duplicate_top_level_name_is_rejected():
     }
     with pytest.raises(ScheduleError, match=r"a2 stands in b.js and in app.js"):
         html._bundle(files)
-
-
-def test_schedule_command_writes_html(tmp_path, capsys):
-    path = tmp_path / "v-half.html"
-    size = ["--devices", "4", "--microbatches", "8"]
-    assert main(["schedule", "v-half", *size, "--html", str(path)]) == 0
-    data = data_in(path.read_text(encoding="utf-8"))
-    _, (header,) = read_payload(unpacked(data["answers"]["timeline"]))
-    assert header["facts"]["base_peak"] == 8
-    assert main(["schedule", "v-half", *size, "--html", str(tmp_path / "page.txt")]) == 2
-    assert "must end in .html" in capsys.readouterr().err

@@ -9,12 +9,10 @@ from playground.answers import read_payload
 
 from megatron_vshape.core.check.simulate import held_curve, peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.playground.picture import KINDS, Picture, encode
 from megatron_vshape.playground.steps import step_pictures
-from megatron_vshape.view.numbers import held_steps
 
 TIMES = st.floats(0.125, 8)
 
@@ -38,27 +36,6 @@ def test_encoded_arrays_equal_the_timeline(name, devices, microbatches, forward,
     assert header["held"].tolist() == np.float32(memory).tolist()
     assert header["numbers"]["peaks"] == list(peak_held(schedule, costs))
     assert header["numbers"]["bubble"] == timeline.bubble
-
-
-@given(st.sampled_from(NAMES), st.integers(1, 4), st.integers(1, 6))
-def test_memory_between_passes_follows_from_the_header(name, devices, microbatches):
-    """As in the playground: memory of the next pass minus its new activations."""
-    timeline = simulate(make(name, devices, microbatches))
-    costs = Costs.uniform(devices, timeline.schedule.num_stages)
-    _, (header,) = read_payload(encode([Picture(timeline, costs)]))
-    first_index = 0
-    for device in range(devices):
-        size = header["counts"][device]
-        for index in range(first_index, first_index + size - 1):
-            new_memory = 0.0
-            if KINDS[header["kind"][index + 1]] is Kind.F:
-                new_memory = header["held_after_forward"][header["stage"][index + 1]]
-            memory_after = header["held"][index + 1] - new_memory
-            time = (header["end"][index] + header["start"][index + 1]) / 2
-            if header["start"][index + 1] > header["end"][index]:
-                steps = held_steps(timeline, costs, device)
-                assert memory_after == [memory for start, memory in steps if start <= time][-1]
-        first_index += size
 
 
 def test_last_step_equals_the_catalogue_schedule():

@@ -12,11 +12,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from playground.answers import answer, frames, read_payload, refusal, request
 
-from megatron_vshape.core.check.simulate import peak_held, simulate
-from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.paper.catalogue import EVERY_NAME, make
-from megatron_vshape.core.schedule_names import PLUS_NAMES
+from megatron_vshape import Costs, Schedule, make, peak_held, simulate
+from megatron_vshape.core.paper.catalogue import EVERY_NAME
+from megatron_vshape.core.request import PLUS_NAMES
 from megatron_vshape.playground.html import static_files
 from megatron_vshape.playground.request import parse_request
 from megatron_vshape.playground.worker_pool import Pool
@@ -71,14 +69,6 @@ def test_embedding_and_head_costs_are_added(client):
     assert header["numbers"]["makespan"] == simulate(make("v-half", 4, 8), heavy_costs).makespan
 
 
-def test_schedule_file_is_simulated(client):
-    text = make("v-min", 4, 8).to_json()
-    body = request(schedule={"source": "file", "file": {"name": "mine.json", "text": text}})
-    _, (header,) = read_payload(answer(client, body))
-    assert header["facts"]["recipe"] == "schedule mine.json --cost 1,1,1,0"
-    assert header["numbers"]["makespan"] == simulate(make("v-min", 4, 8)).makespan
-
-
 def test_costs_from_a_file_are_bytes_and_microseconds(client):
     costs = Costs.of(
         (900.0,) * 8, (1000.0,) * 8, (800.0,) * 8, 40.0, (2.0**30,) * 8, (2.0**29,) * 8
@@ -104,34 +94,38 @@ def test_plan_reports_lower_bound_and_progress(client):
     assert header["facts"]["lower_bound"] <= header["numbers"]["makespan"] * (1 + 1e-9)
 
 
-def test_infeasible_limit_marks_the_limit_field(client):
-    error = refusal(client, request(schedule={"source": "plan", "limit": 0.5}))
-    assert error["field"] == "limit"
-    assert "the minimum limit" in error["text"]
-
-
-def test_deadlocking_file_reports_the_cycle(client):
+def odd_order() -> str:
     schedule = make("1f1b", 2, 2)
     order = (tuple(reversed(schedule.order[0])), schedule.order[1])
-    text = Schedule("odd", 2, 2, schedule.placement, order).to_json()
-    file = {"name": "odd.json", "text": text}
-    error = refusal(client, request(schedule={"source": "file", "file": file}))
-    assert error["field"] == "schedule"
-    assert "odd.json: the schedule deadlocks" in error["text"]
+    return Schedule("odd", 2, 2, schedule.placement, order).to_json()
 
 
-def test_file_with_too_many_devices_is_rejected(client):
-    text = make("1f1b", 257, 1).to_csv()
-    file = {"name": "wide.csv", "text": text}
-    error = refusal(client, request(schedule={"source": "file", "file": file}))
-    assert error["text"] == "wide.csv: it is for 257 ranks; the page draws up to 256"
+@pytest.mark.parametrize(
+    ("schedule", "field", "text"),
+    [
+        ({"source": "plan", "limit": 0.5}, "limit", "the minimum limit"),
+        ({"file": {"name": "odd.json", "text": odd_order()}}, "schedule",
+         "odd.json: the schedule deadlocks"),
+        ({"file": {"name": "wide.csv", "text": make("1f1b", 257, 1).to_csv()}}, "schedule",
+         "wide.csv: it is for 257 ranks; the page draws up to 256"),
+    ],
+    ids=["limit", "deadlock", "too many devices"],
+)  # fmt: skip
+def test_error_marks_its_field(client, schedule, field, text):
+    error = refusal(client, request(schedule={"source": "file"} | schedule))
+    assert error["field"] == field
+    assert text in error["text"]
 
 
-def test_schedule_and_trace_files_are_returned(client):
+def test_files_are_simulated_and_returned(client):
     text = answer(client, request("schedule-file")).decode()
     assert Schedule.from_json(text) == make("v-half", 4, 8)
     events = json.loads(answer(client, request("trace-file")))["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == 3 * 8 * 8
+    body = request(schedule={"source": "file", "file": {"name": "mine.json", "text": text}})
+    _, (header,) = read_payload(answer(client, body))
+    assert header["facts"]["recipe"] == "schedule mine.json --cost 1,1,1,0"
+    assert header["numbers"]["makespan"] == simulate(make("v-half", 4, 8)).makespan
 
 
 def test_four_steps_are_returned(client):
@@ -148,27 +142,20 @@ def test_four_steps_are_returned(client):
 
 
 @pytest.mark.parametrize(
-    "host",
-    ["evil.example", "evil.example:8765", "127.0.0.1", "127.0.0.1:80", "", "127.0.0.1:8765.evil"],
-)
-def test_other_hosts_are_rejected(client, host):
-    response = client.get("/", headers={"host": host})
-    assert response.status_code == 421
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1:8765", "localhost:8765", "LOCALHOST:8765"])
-def test_loopback_hosts_are_accepted(client, host):
-    assert client.get("/", headers={"host": host}).status_code == 200
+    ("host", "status"),
+    [("evil.example:8765", 421), ("127.0.0.1", 421), ("127.0.0.1:80", 421), ("", 421),
+     ("127.0.0.1:8765.evil", 421), ("127.0.0.1:8765", 200), ("LOCALHOST:8765", 200)],
+)  # fmt: skip
+def test_only_loopback_hosts_are_accepted(client, host, status):
+    assert client.get("/", headers={"host": host}).status_code == status
 
 
 @pytest.mark.parametrize(
     "headers",
     [
         {"origin": "https://evil.example"},
-        {"origin": "null"},
         {"origin": "http://127.0.0.1:9999"},
         {"origin": "https://127.0.0.1:8765"},
-        {"sec-fetch-site": "cross-site"},
         {"sec-fetch-site": "same-site"},
         {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"},
         {"origin": "http://127.0.0.1:8765", "sec-fetch-site": "cross-site"},
@@ -223,17 +210,12 @@ PATHS = (
     "/static/../server.py",
     "/static/..%2fserver.py",
     "/static/%2e%2e/server.py",
-    "/static/..%5cserver.py",
     "/static//etc/passwd",
-    "/static/%2fetc%2fpasswd",
     "/static/",
-    "/static",
     "/static/index.html%00.js",
     "/static/app.js/",
     "//etc/passwd",
-    "/etc/passwd",
     "/api/",
-    "/server.py",
 )
 
 
@@ -271,12 +253,8 @@ def test_hostile_json_is_rejected(client, body):
     "text",
     [
         "[" * 50_000,
-        '{"a":' * 50_000,
-        '{"format": 1}',
         '{"format": 1, "name": "x", "num_devices": 1e9, "num_microbatches": 1, "placement": [0],'
         ' "order": []}',
-        '{"format": 1, "name": "x", "num_devices": 1, "num_microbatches": 99999999,'
-        ' "placement": [0], "order": [[]]}',
         "F0.0,B0.0,W0.0\n\x00",
         "\ud800",
     ],
