@@ -64,6 +64,23 @@ def test_output_and_tables_are_current(page: Path) -> None:
     assert docs.current(text) == text, "run: python scripts/docs.py"
 
 
+def test_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert len(text.split()) <= 1300
+    introduction, command, _ = text.partition("```bash\n")
+    assert command
+    assert len(introduction.split()) <= 130
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "benchmarks/README.md"], ids=name)
+def test_programs_in_commands_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    programs = re.findall(r"\b(?:python|bash) ((?:scripts|benchmarks)/[\w/.-]+)", text)
+    assert programs
+    assert [program for program in programs if not (ROOT / program).is_file()] == []
+
+
 def test_readme_has_current_step_time_error() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"step time {LEFT_OUT['all'].median_percent:g}%" in text

@@ -5,11 +5,10 @@ import json
 
 import pytest
 
-from megatron_vshape.core.check.simulate import peak_held, simulate
-from megatron_vshape.core.model.costs import Costs
+from megatron_vshape import Costs, Schedule, Timeline, make, peak_held, simulate
 from megatron_vshape.core.model.passes import Pass
-from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
-from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape.core.model.schedule import Slot
+from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.view.chrome_trace import write_trace
 
 COSTS = Costs.uniform(4, 8, 1.0, 1.5, 0.75, 0.1)

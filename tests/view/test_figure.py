@@ -7,23 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.schedule import Schedule, Timeline
+from megatron_vshape import Costs, Schedule, ScheduleError, Timeline, make, simulate
 from megatron_vshape.core.paper.blocks import BuildingBlock
-from megatron_vshape.core.paper.catalogue import NAMES, make, make_block
-
-pytest.importorskip("matplotlib", reason="figures need the extra [draw]")
-
+from megatron_vshape.core.paper.catalogue import NAMES, make_block
 from megatron_vshape.view.figure import (
     FORMATS,
-    MILLISECONDS_AND_GIB,
     Limit,
     comparison_figure,
     save,
     schedule_figure,
 )
+from megatron_vshape.view.rank_memory import CATEGORIES, GIB, memory_figure
+
+pytest.importorskip("matplotlib", reason="figures need the extra [draw]")
+
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -56,8 +53,8 @@ def count(schedule, *kinds):
     return sum(work.kind in kinds for row in schedule.order for work in row)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_pass_is_a_box_in_its_kinds_colour(tmp_path, name):
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half"])
+def test_every_pass_is_a_box_with_its_microbatch(tmp_path, name):
     schedule = make(name, 4, 8)
     picture = draw(tmp_path, schedule_figure(simulate(schedule)))
     for kind in ("F", "B", "W"):
@@ -66,12 +63,6 @@ def test_every_pass_is_a_box_in_its_kinds_colour(tmp_path, name):
         assert picture.boxes(f"whole-{kind}-chunk.*") == halves
     assert picture.boxes("idle") == 4
     assert picture.boxes("held") == 4
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_pass_has_its_microbatch(tmp_path, name):
-    schedule = make(name, 4, 8)
-    picture = draw(tmp_path, schedule_figure(simulate(schedule)))
     for microbatch in range(8):
         passes = sum(work.microbatch == microbatch for row in schedule.order for work in row)
         elsewhere = 2 * (microbatch < 4)  # a device's number, left of its passes and its memory
@@ -106,23 +97,6 @@ def test_figure_has_title_legend_and_units(tmp_path):
     texts_1f1b = draw(tmp_path, schedule_figure(simulate(make("1f1b", 4, 8)))).texts
     assert "full backward" in texts_1f1b
     assert "weight gradient" not in texts_1f1b
-
-
-def test_costs_in_bytes_are_shown_in_gib(tmp_path):
-    costs = Costs.uniform(4, 8, 900.0, 1000.0, 800.0, 50.0)
-    activation_bytes = (2.0**30,) * 8
-    costs = Costs.of(
-        costs.forward_us,
-        costs.backward_us,
-        costs.weight_us,
-        costs.send_us,
-        activation_bytes,
-        activation_bytes,
-    )
-    timeline = simulate(make("v-half", 4, 8), costs)
-    texts = draw(tmp_path, schedule_figure(timeline, costs, units=MILLISECONDS_AND_GIB)).texts
-    assert "time, ms" in texts
-    assert any(text.startswith("GiB; height of a row: 6") for text in texts)
 
 
 def test_comparison_has_all_passes_and_one_axis(tmp_path):
@@ -209,3 +183,21 @@ def test_a_block_is_drawn_with_its_interval_and_lifespans(tmp_path, block: Build
 def block() -> BuildingBlock:
     """V-Half."""
     return make_block("v-half", 4, 8)
+
+
+pytest.importorskip("matplotlib", reason="figures need the extra [draw]")
+
+
+def test_panels_and_categories(tmp_path):
+    bytes_by_category = dict.fromkeys(CATEGORIES, 2 * GIB)
+    curve = [(0.0, 0, {}), (0.5, 10 * GIB, bytes_by_category), (1.0, 0, {})]
+    figure = memory_figure({"rank 0": curve, "rank 3": curve}, 80 * GIB)
+    for axes in figure.axes:
+        assert [len(layer.get_paths()) for layer in axes.collections] == [1] * len(CATEGORIES)
+        assert max(path.vertices[:, 1].max() for path in axes.collections[-1].get_paths()) == 10
+        (line,) = axes.lines
+        assert list(line.get_ydata()) == [80, 80]
+    save(figure, tmp_path / "memory.svg")
+    texts = set(re.findall(r"<text[^>]*>([^<]*)", (tmp_path / "memory.svg").read_text()))
+    assert {label for label, _ in CATEGORIES.values()} < texts
+    assert {"rank 0", "rank 3", "estimated time of the rank's passes, s"} < texts

@@ -2,10 +2,9 @@
 
 import pytest
 
-from megatron_vshape.core.check.simulate import peak_held, simulate, unit_costs
-from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.schedule import Timeline
-from megatron_vshape.core.paper.catalogue import NAMES, make
+from megatron_vshape import Costs, Timeline, make, peak_held, simulate
+from megatron_vshape.core.check.simulate import unit_costs
+from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.view.numbers import held_steps
 
 
