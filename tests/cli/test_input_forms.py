@@ -9,7 +9,8 @@ from cli.conftest import Output
 from megatron_vshape import Costs, ScheduleError
 from megatron_vshape.cli.dry_run import GpuCount
 from megatron_vshape.core.paper.catalogue import canonical_name
-from megatron_vshape.rehearsal.flags import Command, read_command
+from megatron_vshape.rehearsal.command import Command
+from megatron_vshape.rehearsal.command_reader import read_command
 from megatron_vshape.rehearsal.start_rules import check_model, check_required_flags
 
 GIB = 2.0**30

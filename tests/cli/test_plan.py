@@ -17,6 +17,7 @@ from megatron_vshape import Costs, ScheduleError, load_schedule, make, peak_held
 from megatron_vshape.cli import plan
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.budget import Budget
+from megatron_vshape.core.evaluation import evaluate_schedule
 from megatron_vshape.core.model.costs import with_copies
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.pieces import Pieces

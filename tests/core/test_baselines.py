@@ -8,21 +8,18 @@ from typing import Any
 
 import pytest
 
-from megatron_vshape import Costs, Plan, Schedule, ScheduleError, make, peak_held, simulate
+from megatron_vshape import Costs, Schedule, ScheduleError, make, peak_held, simulate
 from megatron_vshape.core.check.bounds import lower_bound, min_memory
+from megatron_vshape.core.comparison import compare_baselines
+from megatron_vshape.core.evaluation import evaluate_named, evaluate_schedule, find_schedule
 from megatron_vshape.core.model.pieces import Pieces, recut
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.core.paper.catalogue import NAMES, OPTIONS, make_block
-from megatron_vshape.core.plan import compare_baselines, plan_request
+from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner import search
-from megatron_vshape.core.request import (
-    AUTO,
-    BaselineSpec,
-    PlanRequest,
-    evaluate_named,
-    find_schedule,
-)
+from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.schedule_names import AUTO, BaselineSpec
 
 CELLS, SEED = 200, 20
 
@@ -219,10 +216,8 @@ def test_best_published_schedule_replaces_a_slower_plan(
 ) -> None:
     schedule, published = make(slow, 4, 9), make(best, 4, 9)
     costs = Costs.uniform(4, schedule.num_stages, *REAL)
-    value, busy = simulate(schedule, costs).makespan, costs.busy_us(schedule.placement, 4, 9)
     bound = lower_bound(costs, schedule.placement, 4, 9, (1e9,) * 4)
-    peak = peak_held(schedule, costs)
-    slow_plan = Plan(schedule, search.Objective.MAKESPAN, value, busy, bound, peak, "slow", 1)
+    slow_plan = replace(evaluate_schedule(schedule, costs), lower_bound=bound, source="slow")
     monkeypatch.setattr(search, "plan", lambda *_, **__: slow_plan)
     result = plan_request(PlanRequest(AUTO, 4, 9, costs, limit=limit, **options))
     assert result.schedule.order == published.order

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_vshape import Costs, Schedule, simulate, verify
 from megatron_vshape.core.compiling import compiled
+from megatron_vshape.core.evaluated_schedule import MemoryStrategy
 from megatron_vshape.core.model import kinds
 from megatron_vshape.core.model.costs import with_copies
 from megatron_vshape.core.model.kinds import (
@@ -28,7 +29,6 @@ from megatron_vshape.core.paper.catalogue import make_block
 from megatron_vshape.core.paper.reordering import reorder
 from megatron_vshape.core.planner import improve, job_shop, orders, search
 from megatron_vshape.core.planner.offloading import OffloadSearch
-from megatron_vshape.core.planner.result import MemoryStrategy
 
 DEVICES = 5
 

@@ -9,13 +9,14 @@ from megatron_vshape import Costs, ScheduleError, make, peak_held, plan, simulat
 from megatron_vshape.core import plan as planning
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import MAX_GAP
-from megatron_vshape.core.frontier import frontier, published_points
+from megatron_vshape.core.frontier import frontier, published_schedules
 from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner import search
 from megatron_vshape.core.planner.orders import Candidate, PlacementSearch, Run
-from megatron_vshape.core.request import AUTO, MEMORY_NAMES, PLUS, PlanRequest, PlanResult
+from megatron_vshape.core.request import PlanRequest, PlanResult
+from megatron_vshape.core.schedule_names import AUTO, MEMORY_NAMES, PLUS
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 

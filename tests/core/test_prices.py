@@ -56,7 +56,8 @@ from megatron_vshape.core.model.stage_costs import StageCosts, stages_of_parts
 from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.core.plan import full_backward_saving, plan_request
 from megatron_vshape.core.program.lowering import fuse, with_full_backwards
-from megatron_vshape.core.request import AUTO, PlanRequest
+from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.schedule_names import AUTO
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 EXCHANGES = {"forward_exchange_us": (0.5,) * 4, "backward_exchange_us": (0.25,) * 4}

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vshape import Costs, Plan, ScheduleError, peak_held, plan, simulate, verify
+from megatron_vshape import Costs, ScheduleError, peak_held, plan, simulate, verify
 from megatron_vshape.core.check import bounds
+from megatron_vshape.core.evaluated_schedule import EvaluatedSchedule
 from megatron_vshape.core.frontier import frontier
 from megatron_vshape.core.model.kinds import PARTS
 from megatron_vshape.core.model.pieces import regroup
@@ -22,7 +23,8 @@ from megatron_vshape.core.model.placement import (
 )
 from megatron_vshape.core.model.schedule import Objective
 from megatron_vshape.core.planner import search
-from megatron_vshape.core.request import AUTO, PlanRequest
+from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.schedule_names import AUTO
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 STEPS = 3000

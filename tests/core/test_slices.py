@@ -32,7 +32,8 @@ from megatron_vshape.core.paper.catalogue import JOINT_NAMES, NAMES, make_block
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner.job_shop import Codec
 from megatron_vshape.core.planner.vocabulary import shared_pieces
-from megatron_vshape.core.request import AUTO, PlanRequest
+from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.schedule_names import AUTO
 
 SLICES = (1, 2, 3, 4, 8, 16)
 

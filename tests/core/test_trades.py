@@ -10,16 +10,16 @@ from dataclasses import replace
 import pytest
 from link_replay import Figures, StageCosts, replay
 
-from megatron_vshape import Costs, Plan, Schedule, ScheduleError, Timeline, plan, simulate, verify
+from megatron_vshape import Costs, Schedule, ScheduleError, Timeline, plan, simulate, verify
 from megatron_vshape.core.check.bounds import LimitError, bound_at
 from megatron_vshape.core.check.simulate import peak_moved
+from megatron_vshape.core.evaluated_schedule import EvaluatedSchedule, MemoryStrategy
 from megatron_vshape.core.model.costs import with_copies, without_copies
 from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, OFFLOAD, PARTS, RELOAD, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Objective
 from megatron_vshape.core.planner.offloading import memory_strategies
-from megatron_vshape.core.planner.result import MemoryStrategy
 
 REAL = (1.0, 1.15, 0.85, 0.05)
 

@@ -21,6 +21,8 @@ from megatron_vshape import (
     verify,
 )
 from megatron_vshape.core.check.bounds import LimitError, fits
+from megatron_vshape.core.comparison import compare_baselines
+from megatron_vshape.core.evaluated_schedule import EvaluatedSchedule
 from megatron_vshape.core.model.costs import with_copies
 from megatron_vshape.core.model.kinds import (
     COPY_OUT,
@@ -38,7 +40,7 @@ from megatron_vshape.core.model.pieces import Pieces, recut, regroup
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.core.paper.catalogue import NAMES
-from megatron_vshape.core.plan import compare_baselines, plan_request
+from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner.vocabulary import (
     PENDING_LOGITS,
     additional_memory,
@@ -50,7 +52,8 @@ from megatron_vshape.core.planner.vocabulary import (
 )
 from megatron_vshape.core.program.kernels import deadlocks_under_device_sync
 from megatron_vshape.core.program.lowering import forward_wave
-from megatron_vshape.core.request import AUTO, EvaluatedSchedule, PlanRequest
+from megatron_vshape.core.request import PlanRequest
+from megatron_vshape.core.schedule_names import AUTO
 
 HEAD = 2.46
 """Cost of an output layer of 128k in layers at h = s = 4096."""

@@ -14,7 +14,7 @@ from playground.answers import answer, frames, read_payload, refusal, request
 
 from megatron_vshape import Costs, Schedule, make, peak_held, simulate
 from megatron_vshape.core.paper.catalogue import EVERY_NAME
-from megatron_vshape.core.request import PLUS_NAMES
+from megatron_vshape.core.schedule_names import PLUS_NAMES
 from megatron_vshape.playground.html import static_files
 from megatron_vshape.playground.request import parse_request
 from megatron_vshape.playground.worker_pool import Pool
