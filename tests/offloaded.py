@@ -1,7 +1,10 @@
-"""Published schedules with offloaded microbatches."""
+"""Published schedules with offloaded microbatches, and host copies whose sources are poisoned."""
 
 from collections.abc import Callable
 from dataclasses import replace
+
+import torch
+from torch import UntypedStorage
 
 from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, RELEASE, RELOAD, Kind
 from megatron_vshape.core.model.passes import Pass
@@ -45,3 +48,18 @@ def _row(row: tuple[Pass, ...], chosen: Callable[[int, int], bool]) -> tuple[Pas
             for copy_kind, position in positions.items()
         ]
     return tuple(work for _, work in sorted(positioned, key=lambda entry: entry[0]))
+
+
+_resize = UntypedStorage.resize_
+
+
+def poisoning(storage: UntypedStorage, size: int) -> UntypedStorage:
+    """Resize, and fill the memory before and after with NaN in every dtype."""
+    _fill_with_nan(storage)
+    result = _resize(storage, size)
+    _fill_with_nan(storage)
+    return result
+
+
+def _fill_with_nan(storage: UntypedStorage) -> None:
+    torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(0xFF)

@@ -14,8 +14,6 @@ from mcore.farm import Ended, Farm
 
 __all__ = ["farm", "train"]
 
-INJECTION = Path(__file__).with_name("injection.py")
-
 Tally = Callable[..., None]
 Inject = Callable[..., Ended]
 
@@ -89,6 +87,7 @@ def inject(farm: Farm, tmp_path: Path) -> Inject:
 
     def run(faults: list[dict[str, Any]], *arguments: str, timeout_s: float = 120.0) -> Ended:
         noted_faults = [fault | {"note": str(tmp_path / "struck")} for fault in faults]
-        return farm.run(4, *arguments, timeout_s=timeout_s, plugin=INJECTION, given=noted_faults)
+        options = {"timeout_s": timeout_s, "plugin": "faults.injection", "given": noted_faults}
+        return farm.run(4, *arguments, **options)
 
     return run

@@ -8,15 +8,14 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 import torch
-from faults.conftest import INJECTION, Inject, Tally
-from mcore.farm import MODEL, SCRIPT, Ended, Farm
+from faults.conftest import Inject, Tally
+from mcore.farm import MODEL, SCRIPT, Ended, Farm, Train
 
 from megatron_vshape.core.model.kinds import PARTS, Kind
 from megatron_vshape.core.model.passes import Pass
@@ -73,7 +72,7 @@ def assert_continues(farm: Farm, complete_run: Ended, folder: Path, num_lost: in
 
 
 def test_killed_rank_ends_the_run_and_a_restart_continues_bitwise(
-    farm: Farm, train: Callable[..., Ended], inject: Inject, tally: Tally, tmp_path: Path
+    farm: Farm, train: Train, inject: Inject, tally: Tally, tmp_path: Path
 ) -> None:
     tally("SIGKILL in a pass, then a restart")
     saved = tmp_path / "saved"
@@ -95,7 +94,7 @@ KILLED = [
 @pytest.mark.parametrize(("kind", "device", "position"), KILLED)
 def test_kill_in_each_kind_of_pass_ends_the_run(
     farm: Farm,
-    train: Callable[..., Ended],
+    train: Train,
     inject: Inject,
     tally: Tally,
     tmp_path: Path,
@@ -179,7 +178,7 @@ def test_kill_under_torchrun_ends_the_run(tally: Tally, tmp_path: Path) -> None:
     faults_file.write_text(json.dumps([fault]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "4", "--redirects", "3", "--log-dir", str(tmp_path / "logs")]
-    command += [str(INJECTION.with_name("injected_script.py")), str(faults_file), *MODEL]
+    command += [str(Path(__file__).with_name("injected_script.py")), str(faults_file), *MODEL]
     command += ["--pipeline-model-parallel-size", "4", *FIVE]
     command += [*EVERY_TWO, "--save", str(tmp_path / "saved")]
     environment = os.environ | {

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from faults.conftest import Tally
 from faults.soak import costs
-from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
+from mcore.parity import UNTIED
 
-SOAK = Path(__file__).with_name("soak.py")
 # The gradient norm for clipping is reduced in another order on other stages: after 326 steps with
 # clipping, Megatron's 1F1B on 2 ranks differs by 5e-4 from that on 4.
 SMALL = (
@@ -28,7 +27,9 @@ def soak(farm: Farm, steps: int, every: int, folder: Path, *arguments: str) -> E
     folder.mkdir()
     flags = [*SMALL.split(), UNTIED, "--train-iters", str(steps), *arguments]
     settings = {"every": every, "folder": str(folder)}
-    return farm.run(RANKS, *flags, plugin=SOAK, given=settings, timeout_s=300 + 4 * steps).check()
+    return farm.run(
+        RANKS, *flags, plugin="faults.soak", given=settings, timeout_s=300 + 4 * steps
+    ).check()
 
 
 def samples(folder: Path, rank: int) -> list[dict[str, Any]]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from faults.conftest import Inject, Tally
 from faults.test_killed import AHEAD, FIVE
-from mcore.farm import Ended, Farm
+from mcore.farm import Farm, Train
 
 
 @pytest.mark.parametrize("seconds", [3, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_stalled_rank_recovers(
-    train: Callable[..., Ended], inject: Inject, tally: Tally, seconds: float
+    train: Train, inject: Inject, tally: Tally, seconds: float
 ) -> None:
     tally(f"a rank stalls {seconds} s", 2)
     stall = {"what": "stall", "seconds": seconds, "step": 2}

@@ -53,7 +53,7 @@ def record_runs(folder: Path) -> dict[str, str]:
     for name, (schedule_name, flags) in RUNS.items():
         schedule_name = str(schedule) if name == "offload" else schedule_name
         arguments = ["--pipeline-schedule", schedule_name, *flags.split(), "--train-iters", "2"]
-        run = farm.run(4, *arguments, plugin=Path(__file__)).check()
+        run = farm.run(4, *arguments, plugin="gold.runs").check()
         for rank, (record, text) in enumerate(zip(run.records, run.output, strict=True)):
             prefix = f"run/{name}/rank {rank}"
             record_texts[f"{prefix}/losses"] = repr((record["losses"], record["grad_norms"]))

@@ -17,14 +17,10 @@ from typing import Any
 
 import other_trainer
 import torch
-import torch.distributed as dist
 from live_bytes import LiveBytes
-from megatron.core import parallel_state as mpu
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
@@ -96,12 +92,8 @@ def _train(options: dict[str, Any], live_bytes: LiveBytes) -> dict[str, Any]:
     `between` gets the bytes at the end of each step that an inference engine on this GPU cannot
     use.
     """
-    ranks, number = dist.get_world_size(), options["steps"]
-    mpu.initialize_model_parallel(1, ranks)
-    config = other_trainer.make_config("verl", ranks, options)
-    model_parallel_cuda_manual_seed(1)
-    model = other_trainer.make_model("verl", config, options)
-    config.finalize_model_grads_func = finalize_model_grads
+    number = options["steps"]
+    _, model = other_trainer.set_up("verl", options)
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), model)
     losses, used, num_retained, between = array("d"), [], 0, []
     for index, (count, lengths, evaluates) in enumerate(options.get("drawn") or steps(number)):

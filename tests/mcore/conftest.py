@@ -1,16 +1,14 @@
 """Farms for all tests of a session, and runs that several tests look at."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from mcore.farm import Ended, Farm
+from mcore.farm import Ended, Farm, Train
 from skips import TE_MISSING
-
-UNTIED = "--untie-embeddings-and-output-weights"
 
 
 def _has_hybrid() -> bool:
@@ -66,13 +64,11 @@ def te_farm(
 
 
 @pytest.fixture(scope="session")
-def train(farm: Farm) -> Callable[..., Ended]:
+def train(farm: Farm) -> Train:
     """Return a function that trains on a number of ranks with these flags, once per session."""
     runs: dict[tuple[object, ...], Ended] = {}
 
-    def run(
-        ranks: int, *arguments: str, without: tuple[str, ...] = (), plugin: Path | None = None
-    ) -> Ended:
+    def run(ranks: int, *arguments: str, without: tuple[str, ...] = (), plugin: str = "") -> Ended:
         key = (ranks, arguments, without, plugin)
         if key not in runs:
             runs[key] = farm.run(ranks, *arguments, without=without, plugin=plugin)

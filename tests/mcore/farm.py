@@ -14,7 +14,6 @@ import importlib
 import json
 import os
 import random
-import runpy
 import signal
 import socket
 import stat
@@ -22,7 +21,7 @@ import sys
 import time
 import traceback
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from multiprocessing import managers
@@ -138,6 +137,10 @@ class Ended:
         return self
 
 
+Train = Callable[..., Ended]
+"""The fixture `train`: trains on a number of ranks with flags."""
+
+
 class Farm:
     """The process that forks the ranks.
 
@@ -177,7 +180,7 @@ class Farm:
         timeout_s: float = 300.0,
         live: bool = False,
         stall: str = "",
-        plugin: Path | None = None,
+        plugin: str = "",
         given: Any = None,
         stock: bool = False,
     ) -> Ended:
@@ -185,8 +188,9 @@ class Farm:
 
         The flags in `without`, and their values, are removed from `MODEL`. With `live` the second
         training step is counted byte by byte. `stall` names a pass and the seconds that its rank
-        sleeps before it: "F5.1 8". Every rank first calls `start(rank, given)` of the file
-        `plugin`, if there is one. A `stock` run has none of our hooks.
+        sleeps before it: "F5.1 8". Every rank first calls the function `plugin`, which is named
+        "module:function" or by the module of a `start`, with its number and `given`. A `stock` run
+        has none of our hooks.
         """
         self._runs += 1
         directory = self._directory / f"run{self._runs}"
@@ -199,7 +203,7 @@ class Farm:
             "timeout_s": timeout_s,
             "live": live,
             "stall": stall,
-            "plugin": None if plugin is None else str(plugin),
+            "plugin": plugin,
             "given": given,
             "stock": stock,
         }
@@ -336,13 +340,15 @@ def _become_rank(rank: int, port: int, order: dict[str, Any], source: Any, recor
         import sharded_sequence
 
         sharded_sequence.install()
-    records = recorder.start(f"{order['directory']}/rank{rank}.pt")
+    os.environ["FARM_RECORD"] = f"{order['directory']}/rank{rank}.pt"
+    records = recorder.start(os.environ["FARM_RECORD"])
     if order["live"]:
         records.count_live_bytes()
     if order["stall"]:
         recorder.stall_before(order["stall"])
-    if order["plugin"] is not None:
-        runpy.run_path(order["plugin"])["start"](rank, order["given"])
+    if order["plugin"]:
+        module, _, function = order["plugin"].partition(":")
+        getattr(importlib.import_module(module), function or "start")(rank, order["given"])
     try:
         exec(source, {"__name__": "__main__", "__file__": str(SCRIPT)})
     except SystemExit as exit_:

@@ -593,6 +593,25 @@ def overlap(config: Any, model: list[nn.Module]) -> None:
         setattr(config, name, functions if len(functions) > 1 else functions[0])
 
 
+def set_up(
+    shape: str, trainer_options: dict[str, Any], tensor: int = 1, ranks: int = 0
+) -> tuple[Any, list[nn.Module]]:
+    """Return the config and this rank's chunks, on `ranks` pipeline ranks (0: all)."""
+    ranks = ranks or dist.get_world_size() // tensor
+    if shape == "bridge":
+        config = make_config(shape, ranks, trainer_options)
+        chunks = config.virtual_pipeline_model_parallel_size
+        experts = {"expert_model_parallel_size": config.expert_model_parallel_size}
+        mpu.initialize_model_parallel(1, ranks, chunks, **experts)
+    else:
+        mpu.initialize_model_parallel(tensor, ranks)
+        config = make_config(shape, ranks, trainer_options)
+    model_parallel_cuda_manual_seed(1)
+    model = make_model(shape, config, trainer_options)
+    config.finalize_model_grads_func = finalize_model_grads
+    return config, model
+
+
 def train(trainer_options: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]:
     """Return the results of this rank for three steps, of which the second evaluates.
 
@@ -601,17 +620,7 @@ def train(trainer_options: dict[str, Any], register: Callable[[], None]) -> dict
     """
     shape, ranks = trainer_options["shape"], trainer_options.get("pipeline", dist.get_world_size())
     register()
-    if shape == "bridge":
-        config = make_config(shape, ranks, trainer_options)
-        chunks = config.virtual_pipeline_model_parallel_size
-        experts = {"expert_model_parallel_size": config.expert_model_parallel_size}
-        mpu.initialize_model_parallel(1, ranks, chunks, **experts)
-    else:
-        mpu.initialize_model_parallel(trainer_options.get("tensor", 1), ranks)
-        config = make_config(shape, ranks, trainer_options)
-    model_parallel_cuda_manual_seed(1)
-    model = make_model(shape, config, trainer_options)
-    config.finalize_model_grads_func = finalize_model_grads
+    config, model = set_up(shape, trainer_options, trainer_options.get("tensor", 1), ranks)
     settings = OptimizerConfig(
         optimizer="sgd", lr=0.1, bf16=config.bf16, params_dtype=config.params_dtype
     )
@@ -735,12 +744,7 @@ def computed_logprobs(model: nn.Module, rollouts: list[Tensor]) -> Tensor:
 def reinforce(trainer_options: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]:
     """Return the losses of three steps of GRPO's shape, and the last gradients, of this rank."""
     register()
-    ranks = dist.get_world_size()
-    mpu.initialize_model_parallel(1, ranks)
-    config = make_config("rl", ranks, trainer_options)
-    model_parallel_cuda_manual_seed(1)
-    model = make_model("rl", config, trainer_options)
-    config.finalize_model_grads_func = finalize_model_grads
+    config, model = set_up("rl", trainer_options)
     reference = {
         name: 0.5 * value for name, value in model[0].state_dict().items() if value is not None
     }
@@ -804,17 +808,15 @@ def start(rank: int, trainer_options: dict[str, Any]) -> None:
             megatron_vshape.register(schedule=trainer_options["schedule"], **options)
 
     finish(
-        rank,
-        trainer_options,
         reinforce(trainer_options, register)
         if trainer_options["shape"] == "rl"
         else train(trainer_options, register),
     )
 
 
-def finish(rank: int, trainer_options: dict[str, Any], record: dict[str, Any]) -> NoReturn:
-    """Save the results of this rank, and end it once all ranks have theirs."""
-    torch.save(record, f"{trainer_options['directory']}/{rank}.pt")
+def finish(record: dict[str, Any]) -> NoReturn:
+    """Save the results as the farm's record of this rank, and end it once all have theirs."""
+    torch.save(record, os.environ["FARM_RECORD"])
     dist.barrier()
     megatron_vshape.unregister()
     os._exit(0)
@@ -827,7 +829,8 @@ def starts(train: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[int, 
         megatron_vshape.unregister()
         dist.init_process_group("gloo")
         if trainer_options["schedule"] is not None:
-            megatron_vshape.register(schedule=trainer_options["schedule"])
-        finish(rank, trainer_options, train(trainer_options))
+            options = trainer_options.get("options", {})
+            megatron_vshape.register(schedule=trainer_options["schedule"], **options)
+        finish(train(trainer_options))
 
     return start

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,12 +41,10 @@ from other_trainer import (
     DeferredConfig,
     batches,
     fill_parameters,
-    finish,
     make_config,
+    starts,
 )
 from torch import Tensor, nn
-
-import megatron_vshape
 
 ENCODER_LAYERS, PATCHES, PIXELS = 3, 4, 12
 
@@ -207,11 +205,4 @@ def train(trainer_options: dict[str, Any]) -> dict[str, Any]:
     return {"losses": losses, "gradients": gradients, "encoders": built}
 
 
-def start(rank: int, trainer_options: dict[str, Any]) -> NoReturn:
-    """Train in a rank of the farm, and save its results."""
-    megatron_vshape.unregister()
-    dist.init_process_group("gloo")
-    if trainer_options["schedule"] is not None:
-        options = trainer_options.get("options", {})
-        megatron_vshape.register(schedule=trainer_options["schedule"], **options)
-    finish(rank, trainer_options, train(trainer_options))
+start = starts(train)

@@ -14,10 +14,8 @@ import other_trainer
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -78,13 +76,7 @@ def forward_step(without: int | None, data: Any, model: Any) -> tuple[Any, Any]:
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
     """Return the losses of a step, and the gradients of this rank."""
-    tensor = options["tensor"]
-    ranks = dist.get_world_size() // tensor
-    mpu.initialize_model_parallel(tensor, ranks)
-    config = other_trainer.make_config("verl", ranks, options)
-    model_parallel_cuda_manual_seed(1)
-    model = other_trainer.make_model("verl", config, options)
-    config.finalize_model_grads_func = finalize_model_grads
+    _, model = other_trainer.set_up("verl", options, options["tensor"])
     DotProductAttention.forward = attend
     for chunk in model:
         chunk.zero_grad_buffer()

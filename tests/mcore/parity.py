@@ -1,4 +1,4 @@
-"""The comparison of two training runs: losses, gradient norms, evaluations and tensors."""
+"""The comparison of two training runs, and flags of the runs that several tests compare."""
 
 from __future__ import annotations
 
@@ -24,6 +24,29 @@ class Tolerance(NamedTuple):
 
 FP32 = Tolerance()
 BF16 = Tolerance(2e-3, 2e-2, 4e-3)
+WEIGHTS = 1e-4
+"""Of parameters with sums in another order: Adam takes steps of 1e-3 by the sign of a gradient."""
+
+UNTIED = "--untie-embeddings-and-output-weights"
+TWO = "--train-iters 2"
+EVALUATED = "--train-iters 2 --eval-interval 2 --eval-iters 1"
+PIPELINE = "--pipeline-model-parallel-size 2"
+TENSOR = "--tensor-model-parallel-size 2"
+SEQUENCE = f"{TENSOR} --sequence-parallel"
+CONTEXT = "--context-parallel-size 2"
+EXPERTS = (
+    "--num-experts 4 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
+    "--disable-bias-linear --moe-token-dispatcher-type alltoall"
+)
+# gloo gathers only parts of one size, and expert-tensor-parallel ranks have tokens by their number.
+EXPERT_PARALLEL = (
+    f"{EXPERTS} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 {UNTIED}"
+)
+SHARDED = "--use-distributed-optimizer"
+OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4000"
+SHARED = "--pipeline-vocab-parallel"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+FP8 = "--fp8-format hybrid --fp8-recipe delayed"
 
 
 def losses(run: Ended) -> list[float]:
@@ -99,3 +122,38 @@ def _is_same(values: Tensor, expected: Tensor) -> bool:
 
 def _bytes(values: Tensor) -> Tensor:
     return values.contiguous().view(-1).view(torch.uint8)
+
+
+Scalars = dict[str, list[tuple[int, float]]]
+"""Values in a log, with their steps, by the name of a metric."""
+
+
+def logged_scalars(run: Ended) -> Scalars:
+    """Return the values that the last rank has given to W&B."""
+    scalars: Scalars = {}
+    for step, values in run.record["wandb"]:
+        for tag, value in values.items():
+            scalars.setdefault(tag, []).append((step, value))
+    return scalars
+
+
+def assert_same_metrics(run: Ended, expected: Ended, depth: int) -> None:
+    """Compare the logged metrics of multi-token prediction, of which each depth has a loss."""
+    metrics, expected_metrics = (
+        {name: values for name, values in logged_scalars(ended).items() if name.startswith("mtp_")}
+        for ended in (run, expected)
+    )
+    assert len([name for name in metrics if name.endswith(" loss")]) == depth
+    assert metrics.keys() == expected_metrics.keys()
+    for name, values in expected_metrics.items():
+        steps, scalars = zip(*values, strict=True)
+        assert tuple(step for step, _ in metrics[name]) == steps
+        assert [scalar for _, scalar in metrics[name]] == pytest.approx(scalars, rel=1e-5), name
+
+
+def join_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with the rows of several ranks, "name@first row", concatenated."""
+    parts: dict[str, list[Tensor]] = {}
+    for name in sorted(tensors):
+        parts.setdefault(name.partition("@")[0], []).append(tensors[name])
+    return {name: torch.cat(rows) if rows[1:] else rows[0] for name, rows in parts.items()}

@@ -8,7 +8,6 @@ Megatron are imported by name before a schedule is registered.
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,7 @@ from megatron.training.arguments import (
 )
 from megatron.training.global_vars import set_args
 from megatron.training.training import get_model
-from other_trainer import batches, fill, names_of
+from other_trainer import batches, fill, finish, names_of
 from torch.nn import functional
 
 import megatron_vshape
@@ -122,8 +121,4 @@ def start(rank: int, given: dict[str, Any]) -> None:
     if given["apart"]:  # now in the process of a worker, which is given the arguments
         megatron_vshape.unregister()
         megatron_vshape.register(**given["options"])
-    kept = train(args)
-    torch.save(kept, f"{given['directory']}/{rank}.pt")
-    dist.barrier()
-    megatron_vshape.unregister()
-    os._exit(0)
+    finish(train(args))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import base64
 import os
 import pickle
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from mcore.farm import Farm
 
@@ -23,17 +22,14 @@ def run_ranks(
 
     The farm has imported Megatron in the CPU mode, which takes most of the time of such a test.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        call = base64.b64encode(pickle.dumps((function, args))).decode()
-        given = {"call": call, "folder": folder}
-        farm.run(num_ranks, plugin=Path(__file__), given=given, timeout_s=timeout_s).check()
-        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(num_ranks)]
+    call = base64.b64encode(pickle.dumps((function, args))).decode()
+    return farm.run(num_ranks, plugin=__name__, given=call, timeout_s=timeout_s).check().records
 
 
-def start(rank: int, given: dict[str, str]) -> NoReturn:
+def start(rank: int, call: str) -> NoReturn:
     """Run the function without this package's hooks, and end the process."""
     megatron_vshape.unregister()
     dist.init_process_group("gloo")
-    function, args = pickle.loads(base64.b64decode(given["call"]))
-    Path(given["folder"], str(rank)).write_bytes(pickle.dumps(function(rank, *args)))
+    function, args = pickle.loads(base64.b64decode(call))
+    torch.save(function(rank, *args), os.environ["FARM_RECORD"])
     os._exit(0)

@@ -36,6 +36,9 @@ try:
 except ModuleNotFoundError:  # before 0.18
     dist_utils = None
 
+more_records: dict[str, Any] = {}
+"""Values of plugins, which are saved with the record of the rank."""
+
 
 class Records:
     """The record of one rank of a run."""
@@ -77,64 +80,49 @@ class Records:
             parallel_state.get_tensor_model_parallel_rank(),
             parallel_state.get_data_parallel_rank(with_context_parallel=True),
         )
-        torch.save(self.kept, self._path)
+        torch.save(self.kept | more_records, self._path)
         writer = get_tensorboard_writer()
         if writer:  # a forked rank ends without Python's cleanup at exit
             writer.flush()
 
-    def keep_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def step(*args: Any, **options: Any) -> Any:
-            result = original(*args, **options)
-            loss, grad_norm = result[0], result[5]
-            if grad_norm is None:  # Megatron gives the step up and ends the run
-                return result
+    def keep_step(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        result = original(*args, **options)
+        loss, grad_norm = result[0], result[5]
+        if grad_norm is not None:  # else Megatron gives the step up and ends the run
             self.kept["losses"].append({key: float(value) for key, value in loss.items()})
             self.kept["grad_norms"].append(float(grad_norm))
-            return result
+        return result
 
-        return step
+    def keep_model(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        result = original(*args, **options)
+        self._model, self._optimizer = result[:2]
+        return result
 
-    def keep_model(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def setup(*args: Any, **options: Any) -> Any:
-            result = original(*args, **options)
-            self._model, self._optimizer = result[:2]
-            return result
+    def keep_gradients(
+        self, original: Callable[..., Any], model: list[nn.Module], *args: Any, **options: Any
+    ) -> Any:
+        result = original(model, *args, **options)
+        if not self.kept["gradients"]:
+            for name, parameter in named_parameters(self._model):
+                if parameter.requires_grad:
+                    self.kept["gradients"][name] = parameter.main_grad.detach().clone()
+        return result
 
-        return setup
+    def keep_reduction(
+        self, original: Callable[..., Any], group: Any, *args: Any, **options: Any
+    ) -> Any:
+        size = sum(bucket.grad_data.nbytes for bucket in group.buckets)
+        self.kept["reductions"].append((len(self.kept["losses"]), self._running, size))
+        return original(group, *args, **options)
 
-    def keep_gradients(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def finalize(model: list[nn.Module], *args: Any, **options: Any) -> Any:
-            result = original(model, *args, **options)
-            if not self.kept["gradients"]:
-                for name, parameter in named_parameters(self._model):
-                    if parameter.requires_grad:
-                        self.kept["gradients"][name] = parameter.main_grad.detach().clone()
-            return result
-
-        return finalize
-
-    def keep_reduction(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def start_grad_sync(group: Any, *args: Any, **options: Any) -> Any:
-            size = sum(bucket.grad_data.nbytes for bucket in group.buckets)
-            self.kept["reductions"].append((len(self.kept["losses"]), self._running, size))
-            return original(group, *args, **options)
-
-        return start_grad_sync
-
-    def note_pass(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def run(stage: Any, microbatch: int, *args: Any) -> Any:
-            outer, self._running = self._running, f"{kind}{stage.stage}.{microbatch}"
-            try:
-                return original(stage, microbatch, *args)
-            finally:
-                self._running = outer
-
-        return run
+    def note_pass(
+        self, kind: str, original: Callable[..., Any], stage: Any, microbatch: int, *args: Any
+    ) -> Any:
+        outer, self._running = self._running, f"{kind}{stage.stage}.{microbatch}"
+        try:
+            return original(stage, microbatch, *args)
+        finally:
+            self._running = outer
 
     def count_live_bytes(self) -> None:
         """Record live bytes and waiting receives after each pass of the second step."""
@@ -184,16 +172,23 @@ class Records:
         )
         return module
 
-    def keep_evaluation(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def evaluate(*args: Any, **options: Any) -> Any:
-            result = original(*args, **options)
-            losses = result[0] or {}
-            losses_by_name = {key: [float(loss) for loss in losses[key].view(-1)] for key in losses}
-            self.kept["evaluations"].append(losses_by_name)
-            return result
+    def keep_evaluation(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        result = original(*args, **options)
+        losses = result[0] or {}
+        losses_by_name = {key: [float(loss) for loss in losses[key].view(-1)] for key in losses}
+        self.kept["evaluations"].append(losses_by_name)
+        return result
 
-        return evaluate
+
+def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace a function; `wrapper` gets the original before the arguments of a call."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **options: Any) -> Any:
+        return wrapper(original, *args, **options)
+
+    setattr(owner, name, replacement)
 
 
 def start(path: str) -> Records:
@@ -201,19 +196,16 @@ def start(path: str) -> Records:
     records = Records(path)
     if "--wandb-project" in sys.argv:
         sys.modules["wandb"] = records.fake_wandb()
-    training.train_step = records.keep_step(training.train_step)
-    training.setup_model_and_optimizer = records.keep_model(training.setup_model_and_optimizer)
-    training.evaluate = records.keep_evaluation(training.evaluate)
-    training.finalize_model_grads = records.keep_gradients(training.finalize_model_grads)
-    group = buffers._ParamAndGradBucketGroup
-    group.start_grad_sync = records.keep_reduction(group.start_grad_sync)
+    wrap(training, "train_step", records.keep_step)
+    wrap(training, "setup_model_and_optimizer", records.keep_model)
+    wrap(training, "evaluate", records.keep_evaluation)
+    wrap(training, "finalize_model_grads", records.keep_gradients)
+    wrap(buffers._ParamAndGradBucketGroup, "start_grad_sync", records.keep_reduction)
     for kind, name in (("B", "backward_inputs"), ("W", "backward_weights"), ("BW", "backward")):
-        setattr(MegatronStage, name, records.note_pass(kind, getattr(MegatronStage, name)))
-    training.get_model = _with_named_provider(training.get_model)
+        wrap(MegatronStage, name, functools.partial(records.note_pass, kind))
+    wrap(training, "get_model", _fill_provided)
     if dist_utils is not None:
-        dist_utils.build_virtual_pipeline_stages = _with_named_weights(
-            dist_utils.build_virtual_pipeline_stages
-        )
+        wrap(dist_utils, "build_virtual_pipeline_stages", _fill_built)
     return records
 
 
@@ -222,14 +214,13 @@ def stall_before(what: str) -> None:
     name, seconds = what.split()
     kind, stage, microbatch = Pass.parse(name)
     method = {Kind.F: "forward", Kind.B: "backward_inputs", Kind.W: "backward_weights"}[kind]
-    original = getattr(MegatronStage, method)
 
-    def run(self: MegatronStage, number: int, *args: Any) -> Any:
+    def run(original: Any, self: MegatronStage, number: int, *args: Any) -> Any:
         if (self.stage, number) == (stage, microbatch):
             time.sleep(float(seconds))
         return original(self, number, *args)
 
-    setattr(MegatronStage, method, run)
+    wrap(MegatronStage, method, run)
 
 
 def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -279,30 +270,24 @@ def _sharded_state(optimizer: Any, parameter: nn.Parameter) -> dict[str, Tensor]
     return state
 
 
-def _with_named_weights(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def build(*args: Any, **options: Any) -> list[nn.Module]:
-        chunks = original(*args, **options)
-        _fill_all(chunks)
-        return chunks
-
-    return build
+def _fill_built(original: Callable[..., Any], *args: Any, **options: Any) -> list[nn.Module]:
+    chunks = original(*args, **options)
+    _fill_all(chunks)
+    return chunks
 
 
-def _with_named_provider(original: Callable[..., Any]) -> Callable[..., Any]:
+def _fill_provided(
+    original: Callable[..., Any], provider: Callable[..., Any], *args: Any, **options: Any
+) -> Any:
     """Do the same before 0.19, where the trainer calls a function for every chunk."""
 
-    @functools.wraps(original)
-    def get(provider: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        @functools.wraps(provider)
-        def provide(*sizes: Any, **flags: Any) -> nn.Module:
-            chunk: nn.Module = provider(*sizes, **flags)
-            _fill_all([chunk])
-            return chunk
+    @functools.wraps(provider)
+    def provide(*sizes: Any, **flags: Any) -> nn.Module:
+        chunk: nn.Module = provider(*sizes, **flags)
+        _fill_all([chunk])
+        return chunk
 
-        return original(provide, *args, **options)
-
-    return get
+    return original(provide, *args, **options)
 
 
 DRAWN_VECTORS = ("mixer.A_log", "mixer.dt_bias", "mixer.conv1d_bias", "mixer.conv1d.bias")

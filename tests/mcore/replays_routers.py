@@ -6,22 +6,17 @@ Choices are shifted by one expert before the replay, so losses show whether they
 from __future__ import annotations
 
 import gc
-import os
 from typing import Any
 
 import other_trainer
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from router_replay_utils import pp_gather, sorted_by_chunk
 from torch import Tensor
 
-import megatron_vshape
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 
 EXPERTS, COUNT = 4, 7
@@ -99,12 +94,8 @@ def call(library: Library, model: list[Any], batches: list[Any], forward_only: b
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
     """Record, replay, and return choices, losses, and gradients."""
-    ranks, library = dist.get_world_size(), Library()
-    mpu.initialize_model_parallel(1, ranks)
-    config = other_trainer.make_config("verl", ranks, options)
-    model_parallel_cuda_manual_seed(1)
-    model = other_trainer.make_model("verl", config, options)
-    config.finalize_model_grads_func = finalize_model_grads
+    library = Library()
+    config, model = other_trainer.set_up("verl", options)
     batches = list(other_trainer.batches(0, COUNT, LENGTHS))
     RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
     recorded = call(library, model, batches, forward_only=True)
@@ -141,13 +132,4 @@ def reordered() -> bool:
     return any(runner.calls.order is not None for runner in runners)
 
 
-def start(rank: int, options: dict[str, Any]) -> None:
-    """Train in a rank of the farm, and end it."""
-    megatron_vshape.unregister()
-    dist.init_process_group("gloo")
-    if options["schedule"] is not None:
-        megatron_vshape.register(schedule=options["schedule"], **options["options"])
-    torch.save(train(options), f"{options['directory']}/{rank}.pt")
-    dist.barrier()
-    megatron_vshape.unregister()
-    os._exit(0)
+start = other_trainer.starts(train)

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,9 @@ from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.stage_plan import plan_stages
 
 RANKS, MICROBATCHES = 4, 4
+
+
+INTERLEAVED = BaselineSpec("interleaved-1f1b", 2)
 
 
 def baseline_for(
@@ -53,29 +57,28 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_interleaved_runs_if_splitting_is_expensive(tmp_path: Path) -> None:
-    assert baseline_for(tmp_path, 0.55) == BaselineSpec("interleaved-1f1b", 2)
-
-
-@pytest.mark.slow
-def test_interleaved_runs_of_a_pattern(tmp_path: Path) -> None:
-    """Unless the pattern marks its stages, which fixes their number."""
-    assert baseline_for(tmp_path, 0.55, pattern="*-" * RANKS) == BaselineSpec("interleaved-1f1b", 2)
-    assert baseline_for(tmp_path, 0.55, pattern="|".join(["*-"] * RANKS)) is None
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, INTERLEAVED),
+        ({"pattern": "*-" * RANKS}, INTERLEAVED),
+        ({"pattern": "|".join(["*-"] * RANKS)}, None),  # whose number of stages is fixed
+        ({"evaluated": 1}, None),  # which it cannot run
+        ({"evaluated": 6}, None),
+        ({"evaluated": 8}, INTERLEAVED),
+    ],
+)
+def test_interleaved_runs_if_splitting_is_expensive(
+    tmp_path: Path, changed: dict[str, Any], expected: BaselineSpec | None
+) -> None:
+    assert baseline_for(tmp_path, 0.55, **changed) == expected
 
 
 def test_megatrons_schedule_marks_the_stages_of_a_pattern() -> None:
     args = Namespace(pipeline_model_parallel_size=2, hybrid_layer_pattern="*-" * 4, hidden_size=64)
-    choose_megatrons(args, BaselineSpec("interleaved-1f1b", 2))
+    choose_megatrons(args, INTERLEAVED)
     assert args.hybrid_layer_pattern == "*-|*-|*-|*-"
     assert args.num_virtual_stages_per_pipeline_rank is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("evaluated", "runs"), [(1, False), (6, False), (8, True)])
-def test_interleaved_runs_where_it_can_evaluate(tmp_path: Path, evaluated: int, runs: bool) -> None:
-    baseline = BaselineSpec("interleaved-1f1b", 2) if runs else None
-    assert baseline_for(tmp_path, 0.55, evaluated) == baseline
 
 
 def test_a_plan_runs_where_splitting_costs_nothing(tmp_path: Path) -> None:

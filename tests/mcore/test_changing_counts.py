@@ -1,14 +1,9 @@
 """Steps with another number of microbatches each time, as dynamic batches have them."""
 
-import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("megatron.training")
-
-import torch
 from mcore.farm import Farm
 
 from megatron_vshape.core.paper.catalogue import make
@@ -16,19 +11,13 @@ from megatron_vshape.mcore.setup import plans
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.run_config import ScheduleChoice
 
-PLUGIN = Path(__file__).parent / "changing_counts.py"
-
 
 def run_steps(
-    farm: Farm, folder: Path, schedule: str | None, ranks: int, steps: int, **settings: Any
+    farm: Farm, schedule: str | None, ranks: int, steps: int, **settings: Any
 ) -> list[dict[str, Any]]:
-    folder = folder / Path(str(schedule)).stem
-    folder.mkdir()
-    trainer = folder / "trainer.py"  # imported, as a library is
-    trainer.write_text("from changing_counts import start")
-    settings |= {"schedule": schedule, "directory": str(folder), "steps": steps}
-    farm.run(ranks, plugin=trainer, given=settings, timeout_s=3000).check()
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    settings |= {"schedule": schedule, "steps": steps}
+    run = farm.run(ranks, plugin="changing_counts", given=settings, timeout_s=3000)
+    return run.check().records
 
 
 @pytest.mark.parametrize(
@@ -41,10 +30,10 @@ def run_steps(
     ],
 )
 def test_losses_are_those_of_1f1b_and_nothing_accumulates(
-    farm: Farm, tmp_path: Path, schedule: str, ranks: int, steps: int
+    farm: Farm, schedule: str, ranks: int, steps: int
 ) -> None:
-    plain = run_steps(farm, tmp_path, None, ranks, steps)
-    package_ranks = run_steps(farm, tmp_path, schedule, ranks, steps)
+    plain = run_steps(farm, None, ranks, steps)
+    package_ranks = run_steps(farm, schedule, ranks, steps)
     assert [record["chunks"] for record in package_ranks] == [2] * ranks
     assert len(plain[-1]["losses"]) >= steps
     assert package_ranks[-1]["losses"] == pytest.approx(plain[-1]["losses"], abs=1e-5)
@@ -76,10 +65,10 @@ def test_an_evaluation_may_come_first_with_any_number_of_microbatches(
     file = tmp_path / "mine.json"
     file.write_text(make("v-zb", 2, 6).to_json())
     drawn = [(1, [5], True), (6, [4, 7, 5, 9, 3, 6], False), (3, [8, 4, 5], True)]
-    plain = run_steps(farm, tmp_path, None, 2, 0, drawn=drawn)
+    plain = run_steps(farm, None, 2, 0, drawn=drawn)
     assert len(plain[-1]["losses"]) == 10
     for schedule in ("dualpipev", str(file)):  # at least 4 microbatches, and 6
-        package_ranks = run_steps(farm, tmp_path, schedule, 2, 0, drawn=drawn)
+        package_ranks = run_steps(farm, schedule, 2, 0, drawn=drawn)
         assert package_ranks[-1]["losses"] == pytest.approx(plain[-1]["losses"], abs=1e-5)
 
 
@@ -109,17 +98,3 @@ def test_plans_are_dropped_when_they_have_not_been_used_for_long(
     assert planner.plan_step(2) is not first
     assert list(planner._training) == [2]
     assert len(planner._evaluation) == 1
-
-
-def test_a_plan_is_made_without_collections(monkeypatch: pytest.MonkeyPatch) -> None:
-    enabled, original = [], plans.lower
-
-    def lower(*args: Any, **options: Any) -> Any:
-        enabled.append(gc.isenabled())
-        return original(*args, **options)
-
-    monkeypatch.setattr(plans, "lower", lower)
-    planner = Planner(ScheduleChoice(2, "v-half"))
-    planner.plan_step(3)
-    planner.evaluation_program(3)
-    assert (enabled, gc.isenabled()) == ([False, False], True)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from mcore.conftest import UNTIED
 from mcore.farm import Farm
+from mcore.parity import RECOMPUTE, TWO, UNTIED
 from mcore.ranks import run_ranks
 from torch import Tensor, nn
 
@@ -18,11 +17,7 @@ from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
 from megatron_vshape.mcore.step import first_step
 from megatron_vshape.mcore.step.first_step import FirstStep, _StageFindings, check_packed
 
-FROZEN = Path(__file__).with_name("frozen_embedding.py")
-FULL = (
-    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
-    "--train-iters 2"
-)
+FULL = f"{RECOMPUTE} {TWO}"
 
 
 class Chunk(nn.Module):
@@ -89,37 +84,43 @@ def two_steps(
     return texts
 
 
-@pytest.mark.parametrize("by_place", [False, True])
-def test_a_stage_without_packed_sequences_among_others_is_rejected(
-    farm: Farm, by_place: bool
-) -> None:
-    first, second = run_ranks(farm, 2, two_steps, (True, False), by_place)
-    assert len(first) == 1
-    assert first == second  # so that all ranks end
-    assert first[0].startswith("stages 1 were called without packed_seq_params for microbatches")
+PACKED = packed_params(seq_idx=torch.zeros(1, 8))
+UNNUMBERED = packed_params(seq_idx=None)
+ONE_SEQUENCE = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 8]), seq_idx=None)
+UNPACKED = "stages 1 were called without packed_seq_params for microbatches"
 
 
-@pytest.mark.parametrize("mixer", [MambaMixer, GatedDeltaNet])
-def test_a_stage_without_attention_that_gets_no_packed_sequences_is_rejected(
+@pytest.mark.parametrize(
+    ("passes_on", "by_place", "mixer", "start"),
+    [
+        ((True, False), False, None, UNPACKED),
+        ((True, False), True, None, UNPACKED),
+        ((True, True), False, None, ""),
+        ((False, False), False, None, ""),
+        *(((PACKED, None), False, mixer, UNPACKED) for mixer in (MambaMixer, GatedDeltaNet)),
+        *(((PACKED, PACKED), False, mixer, "") for mixer in (MambaMixer, GatedDeltaNet)),
+        (
+            (UNNUMBERED, UNNUMBERED),
+            False,
+            MambaMixer,
+            "stages 1 have Mamba layers and were called with packed_seq_params",
+        ),
+        # Other layers do not read it, and one sequence has no borders.
+        ((UNNUMBERED, UNNUMBERED), False, GatedDeltaNet, ""),
+        ((ONE_SEQUENCE, ONE_SEQUENCE), False, MambaMixer, ""),
+    ],
+)
+def test_stages_with_and_without_sequence_borders(
     farm: Farm,
-    mixer: type[nn.Module],
+    passes_on: tuple[Any, Any],
+    by_place: bool,
+    mixer: type[nn.Module] | None,
+    start: str,
 ) -> None:
-    packed = packed_params(seq_idx=torch.zeros(1, 8))
-    first, second = run_ranks(farm, 2, two_steps, (packed, None), False, mixer)
-    assert first == second
-    assert first[0].startswith("stages 1 were called without packed_seq_params for microbatches")
-    assert run_ranks(farm, 2, two_steps, (packed, packed), False, mixer) == [[], []]
-
-
-def test_mamba_layers_without_seq_idx_are_rejected(farm: Farm) -> None:
-    packed = packed_params(seq_idx=None)
-    first, second = run_ranks(farm, 2, two_steps, (packed, packed), False, MambaMixer)
-    assert first == second
-    assert first[0].startswith("stages 1 have Mamba layers and were called with packed_seq_params")
-    # Other layers do not read it, and one sequence has no borders.
-    assert run_ranks(farm, 2, two_steps, (packed, packed), False, GatedDeltaNet) == [[], []]
-    one = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 8]), seq_idx=None)
-    assert run_ranks(farm, 2, two_steps, (one, one), False, MambaMixer) == [[], []]
+    first, second = run_ranks(farm, 2, two_steps, passes_on, by_place, mixer)
+    assert first == second  # so that all ranks end
+    assert len(first) == bool(start)
+    assert not start or first[0].startswith(start)
 
 
 def test_microbatches_of_one_sequence_may_be_unpacked_on_all_stages() -> None:
@@ -136,14 +137,9 @@ def test_microbatches_of_one_sequence_may_be_unpacked_on_all_stages() -> None:
         )
 
 
-@pytest.mark.parametrize("calls_alike", [True, False])
-def test_stages_with_equal_calls_are_accepted(farm: Farm, calls_alike: bool) -> None:
-    assert run_ranks(farm, 2, two_steps, (calls_alike, calls_alike), False) == [[], []]
-
-
 def test_frozen_embedding_under_full_recompute_is_logged(farm: Farm) -> None:
     flags = ("--pipeline-schedule", "v-half", *FULL.split(), UNTIED)
-    run = farm.run(2, *flags, plugin=FROZEN).check()
+    run = farm.run(2, *flags, plugin="plugins:frozen_embedding").check()
     lines = [line for line in run.output[0].splitlines() if "get no gradient" in line]
     assert len(lines) == 1
     assert "stage 0: " in lines[0]
@@ -154,7 +150,7 @@ def test_frozen_embedding_under_full_recompute_is_logged(farm: Farm) -> None:
 
 @pytest.mark.slow
 def test_other_runs_log_no_warning(farm: Farm) -> None:
-    for flags, plugin in ((FULL, None), ("--train-iters 2", FROZEN)):
+    for flags, plugin in ((FULL, ""), (TWO, "plugins:frozen_embedding")):
         flags = ("--pipeline-schedule", "v-half", *flags.split(), UNTIED)
         run = farm.run(2, *flags, plugin=plugin).check()
         assert not any("get no gradient" in text for text in run.output)

@@ -1,14 +1,19 @@
 """Weight gradients that B computes while it waits for tensor-parallel ranks: the same bits."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mcore.conftest import UNTIED
-from mcore.farm import Ended, Farm
-from mcore.parity import assert_same_bits, assert_same_training
-from mcore.test_composition import SEQUENCE, STEPS, TENSOR, Train
+from mcore.farm import Ended, Farm, Train
+from mcore.parity import (
+    EVALUATED,
+    PIPELINE,
+    SEQUENCE,
+    TENSOR,
+    UNTIED,
+    assert_same_bits,
+    assert_same_training,
+)
 
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.lowering import DeferredWgradOverlap
@@ -16,8 +21,8 @@ from megatron_vshape.mcore.step.stage import MegatronStage
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.weight_jobs import defer, run_beside
 
-PLUGIN = Path(__file__).with_name("apart.py")
-SIZE = (*STEPS, "--pipeline-model-parallel-size", "2", "--num-layers", "4")
+PLUGIN = "plugins:overlapped_jobs"
+SIZE = f"{EVALUATED} {PIPELINE} --num-layers 4".split()
 LAYOUTS = {
     "TP, tied": TENSOR,
     "SP, overlap": f"{SEQUENCE} {UNTIED} --overlap-grad-reduce --ddp-bucket-size 4000",
@@ -29,10 +34,16 @@ def inside(run: Ended) -> list[int]:
     return [text.count("a job ran inside a B") for text in run.output]
 
 
-@pytest.mark.parametrize("schedule", ["v-half", pytest.param("v-zb", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "schedule"),
+    [
+        ("SP, overlap", "v-half"),
+        pytest.param("TP, tied", "v-half", marks=pytest.mark.slow),
+        *(pytest.param(layout, "v-zb", marks=pytest.mark.slow) for layout in LAYOUTS),
+    ],
+)
 def test_parameters_are_the_same_bits(farm: Farm, train: Train, layout: str, schedule: str) -> None:
-    flags = (*SIZE, *layout.split())
+    flags = (*SIZE, *LAYOUTS[layout].split())
     package_flags = ("--pipeline-schedule", schedule, *flags)
     together = farm.run(4, *package_flags, plugin=PLUGIN, given=False).check()
     apart = farm.run(4, *package_flags, plugin=PLUGIN, given=True).check()

@@ -5,19 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-
-pytest.importorskip("megatron.training")
-
 from mcore.farm import Farm
 from megatron.core import rerun_state_machine
 from megatron.core.rerun_state_machine import RerunMode, RerunState, RerunStateMachine
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
@@ -28,7 +24,7 @@ from megatron_vshape.runtime.program_runner import Place
 
 ORIGINAL = vars(RerunStateMachine)["validate_result"]
 NAN, INF = float("nan"), float("inf")
-PLUGIN = Path(__file__).with_name("where_isnan.py")
+PLUGIN = "plugins:printed_checks"
 
 Losses = list[float]
 

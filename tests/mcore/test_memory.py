@@ -1,12 +1,11 @@
 """Measured activation memory of the ranks, compared with the schedules."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mcore.conftest import UNTIED
-from mcore.farm import Ended, Farm
+from mcore.farm import Ended, Farm, Train
+from mcore.parity import UNTIED
 
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.paper.catalogue import make
@@ -24,7 +23,7 @@ def memory_figures(run: Ended) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("schedule", ["v-half", "v-min"])
-def test_peak_against_1f1b(train: Callable[..., Ended], tmp_path: Path, schedule: str) -> None:
+def test_peak_against_1f1b(train: Train, tmp_path: Path, schedule: str) -> None:
     measured, predicted = memory_figures(train(4, "--pipeline-schedule", schedule, *FLAGS))
     one_f_one_b = tmp_path / "1f1b.json"
     one_f_one_b.write_text(make("1f1b", 4, 16).to_json())

@@ -2,15 +2,11 @@
 
 import re
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mcore import poisoned
-from mcore.conftest import UNTIED
-from mcore.farm import Ended, Farm
-from mcore.parity import assert_same_bits
-from mcore.test_composition import EXPERT_PARALLEL, SEQUENCE
+from mcore.farm import Ended, Farm, Train
+from mcore.parity import EXPERT_PARALLEL, RECOMPUTE, SEQUENCE, UNTIED, assert_same_bits
 from mcore.test_memory import memory_figures
 from offloaded import choose_all, choose_every_third, with_offloads
 
@@ -25,9 +21,6 @@ from megatron_vshape.mcore.setup.choice import GIB, resolve_schedule
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.runtime.copies import Copies, costs_with_copies
 
-Train = Callable[..., Ended]
-
-PLUGIN = Path(poisoned.__file__)
 STEPS = ("--clip-grad", "0", "--train-iters", "3", "--eval-interval", "2", "--eval-iters", "1")
 
 
@@ -37,7 +30,7 @@ def train_schedule(
     file = folder / "schedule.json"
     file.write_text(schedule.to_json())
     flags = ("--pipeline-schedule", str(file), *flags)
-    return farm.run(ranks, *flags, plugin=PLUGIN).check()
+    return farm.run(ranks, *flags, plugin="plugins:poisoned").check()
 
 
 TENSORS = "gradients", "parameters"
@@ -46,10 +39,7 @@ OURS = [name for name in NAMES if name not in MEGATRONS_OWN]
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("v-half", "v-zb", "gpipe")))
-        for name in OURS
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "v-half")) for name in OURS],
 )
 def test_losses_equal_for_every_named_schedule_with_offloading(
     train: Train, farm: Farm, tmp_path: Path, name: str
@@ -65,15 +55,15 @@ def test_losses_equal_for_every_named_schedule_with_offloading(
 PARALLEL = {
     "experts": (4, f"{EXPERT_PARALLEL} --global-batch-size 16"),  # two data-parallel replicas
     "TP + SP": (4, SEQUENCE),
-    "bf16, recompute": (
-        2,
-        "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    ),
+    "bf16, recompute": (2, f"--bf16 {RECOMPUTE}"),
     "tied, dropout": (2, "--attention-dropout 0.1 --hidden-dropout 0.1"),
 }
 
 
-@pytest.mark.parametrize("layout", PARALLEL)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "tied, dropout")) for name in PARALLEL],
+)
 def test_offloading_with_other_megatron_features(
     train: Train, farm: Farm, tmp_path: Path, layout: str
 ) -> None:
@@ -92,7 +82,8 @@ SIZES = (
 ).split()
 
 
-@pytest.mark.parametrize("name", ["v-half", pytest.param("1f1b-v", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v-half", "1f1b-v"])
 def test_measured_peaks_equal_predicted_peaks(
     train: Train, farm: Farm, tmp_path: Path, name: str
 ) -> None:
@@ -128,7 +119,7 @@ def test_auto_plans_offloading_from_a_costs_file(train: Train, farm: Farm, tmp_p
     file = write_copy_costs(tmp_path)
     baseline_run = train(2, "--pipeline-schedule", "v-half", *LARGER, "3")
     package_run = farm.run(
-        2, *AUTO, "--pipeline-costs", str(file), *LARGER, "3", plugin=PLUGIN
+        2, *AUTO, "--pipeline-costs", str(file), *LARGER, "3", plugin="plugins:poisoned"
     ).check()
     (line,) = [text for text in package_run.output[0].splitlines() if "are offloaded" in text]
     assert re.search(r"of \d+ of 64 microbatches and .*: at most 0\.0\d+ GiB per rank of \d", line)

@@ -1,24 +1,15 @@
 """Packed sequences: attention stays within a sequence in all stages, as under 1F1B."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("megatron.training")
-
 import torch
 from mcore.farm import Farm
+from mcore.parity import assert_close_tensors
 
 
-def run_packed(farm: Farm, folder: Path, ranks: int, **settings: Any) -> list[dict[str, Any]]:
-    folder = folder / f"{settings['schedule']}-{len(list(folder.iterdir()))}"
-    folder.mkdir()
-    trainer = folder / "trainer.py"  # imported as a library
-    trainer.write_text("from packed_sequences import start")
-    settings |= {"directory": str(folder)}
-    farm.run(ranks, plugin=trainer, given=settings).check()
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+def run_packed(farm: Farm, ranks: int, **settings: Any) -> list[dict[str, Any]]:
+    return farm.run(ranks, plugin="packed_sequences", given=settings).check().records
 
 
 def gradients_by_parameter(run: list[dict[str, Any]]) -> dict[tuple[str, int], torch.Tensor]:
@@ -41,28 +32,23 @@ def gradients_by_parameter(run: list[dict[str, Any]]) -> dict[tuple[str, int], t
     ],
 )
 def test_packed_sequences_train_like_1f1b(
-    farm: Farm, tmp_path: Path, schedule: str, tensor: int, pipeline: int
+    farm: Farm, schedule: str, tensor: int, pipeline: int
 ) -> None:
     ranks = tensor * pipeline
     settings = {"tensor": tensor, "config": {"num_layers": max(8, 2 * pipeline)}}
-    megatron_ranks = run_packed(farm, tmp_path, ranks, schedule=None, **settings)
-    package_ranks = run_packed(farm, tmp_path, ranks, schedule=schedule, **settings)
+    megatron_ranks = run_packed(farm, ranks, schedule=None, **settings)
+    package_ranks = run_packed(farm, ranks, schedule=schedule, **settings)
     assert package_ranks[-1]["losses"] == pytest.approx(megatron_ranks[-1]["losses"], abs=1e-6)
-    megatron_gradients, package_gradients = (
-        gradients_by_parameter(megatron_ranks),
-        gradients_by_parameter(package_ranks),
-    )
-    assert package_gradients.keys() == megatron_gradients.keys()
-    for name, value in package_gradients.items():
-        torch.testing.assert_close(value, megatron_gradients[name], rtol=1e-5, atol=1e-6)
+    gradients = map(gradients_by_parameter, (package_ranks, megatron_ranks))
+    assert_close_tensors(*gradients, rtol=1e-5, atol=1e-6)
 
 
-def test_stage_without_sequence_boundaries_is_rejected(farm: Farm, tmp_path: Path) -> None:
+def test_stage_without_sequence_boundaries_is_rejected(farm: Farm) -> None:
     packed, merged = (
-        run_packed(farm, tmp_path, 2, schedule="v-half", tensor=1, merges=merges)[-1]["losses"]
+        run_packed(farm, 2, schedule="v-half", tensor=1, merges=merges)[-1]["losses"]
         for merges in (False, True)
     )
     assert packed[1] == pytest.approx(merged[1], abs=1e-6)  # one sequence
     assert packed[0] != pytest.approx(merged[0], abs=1e-4)
     with pytest.raises(AssertionError, match="stages 1, 2 were called without packed_seq_params"):
-        run_packed(farm, tmp_path, 2, schedule="v-half", tensor=1, without=0)
+        run_packed(farm, 2, schedule="v-half", tensor=1, without=0)

@@ -1,25 +1,21 @@
 """Megatron's paged stash and its rerun of a step after an overflow (on CPU: stash_on_cpu)."""
 
 import json
-from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mcore.conftest import UNTIED
-from mcore.farm import Ended, Farm
-from mcore.parity import assert_same_bits
+from mcore.farm import Ended, Farm, Train
+from mcore.parity import EXPERTS, UNTIED, assert_same_bits
 from mcore.stash_on_cpu import PRINTED
-from mcore.test_composition import EXPERTS
 from mcore.test_graphs import rows_of
 
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.mcore.features.offload import check_offloading
 from megatron_vshape.mcore.refusals import UnsupportedError, check_arguments
 
-PLUGIN = Path(__file__).with_name("stash_on_cpu.py")
+PLUGIN = "stash_on_cpu"
 MODEL = f"--train-iters 3 --clip-grad 0 {EXPERTS} {UNTIED} --eval-iters 1 --eval-interval 2"
 STASH = "--moe-paged-stash --moe-expert-rank-capacity-factor 1.5"
 
@@ -45,13 +41,13 @@ def stash_orders(ended: Ended) -> list[list[list[int]]]:
     ("schedule", "overflows"),
     [
         ("v-half", True),
-        ("zb-h1", False),
+        pytest.param("zb-h1", False, marks=pytest.mark.slow),
         pytest.param("v-half", False, marks=pytest.mark.slow),
         pytest.param("zb-h1", True, marks=pytest.mark.slow),
     ],
 )
 def test_overflowed_step_is_rerun_with_equal_results(
-    farm: Farm, train: Callable[..., Ended], schedule: str, overflows: bool
+    farm: Farm, train: Train, schedule: str, overflows: bool
 ) -> None:
     flags = f"--pipeline-schedule {schedule} {MODEL}".split()
     package_run = farm.run(4, *flags, *STASH.split(), plugin=PLUGIN, given=overflows).check()

@@ -1,14 +1,13 @@
 """Post-validation is bitwise exact: confirmed and rolled-back steps, boundaries, rejections."""
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
+from mcore.parity import UNTIED
 from megatron.core.optimizer import optimizer as megatron_optimizer
 from offloaded import with_offloads
 
@@ -16,7 +15,6 @@ from megatron_vshape.core.paper.catalogue import make
 
 V_ZB = ("--pipeline-schedule", "v-zb", "--rerun-mode", "disabled", UNTIED)
 FIFTY = (*V_ZB, *"--train-iters 50 --log-interval 10 --no-check-for-nan-in-loss-and-grad".split())
-PLUGIN = Path(__file__).with_name("exact_steps.py")
 POST_VALIDATION = "--optimizer-post-validation"
 SCALED = ("--initial-loss-scale", "1024", "--loss-scale-window", "5")
 DATA_PARALLEL = (
@@ -43,29 +41,24 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
-@dataclass(frozen=True)
-class Exact:
-    """A finished run and the records of `exact_steps` for every rank."""
-
-    run: Ended
-    rank_records: list[dict[str, Any]]
-
-    @property
-    def steps(self) -> list[dict[str, Any]]:
-        return self.rank_records[-1]["steps"]
-
-    def equals(self, second: "Exact") -> bool:
-        evaluations = (self.run.record["evaluations"], second.run.record["evaluations"])
-        return is_bitwise_equal(self.rank_records, second.rank_records) and is_bitwise_equal(
-            *evaluations
-        )
+def steps_of(run: Ended) -> list[dict[str, Any]]:
+    return run.record["exact"]["steps"]
 
 
-def count_early_starts(run: Exact) -> tuple[int, int]:
+def assert_exact(run: Ended, expected: Ended) -> None:
+    """Compare all values of all ranks, and the evaluations."""
+    values, expected_values = (
+        [[record["exact"], record["evaluations"]] for record in ended.records]
+        for ended in (run, expected)
+    )
+    assert is_bitwise_equal(values, expected_values)
+
+
+def count_early_starts(run: Ended) -> tuple[int, int]:
     """Return the numbers of early-started and of rolled-back steps."""
     (counts,) = re.findall(
         r"post-validation: (\d+) steps made before they were validated, (\d+) of them undone",
-        run.run.output[0],
+        run.output[0],
     )
     return int(counts[0]), int(counts[1])
 
@@ -73,44 +66,24 @@ def count_early_starts(run: Exact) -> tuple[int, int]:
 class Lab:
     """Trains on four ranks of the farm and records exact values."""
 
-    def __init__(self, farm: Farm, folder: Path) -> None:
+    def __init__(self, farm: Farm) -> None:
         self.farm = farm
-        self.folder = folder
-        self._runs = 0
 
-    def run(
-        self,
-        *flags: str,
-        infected: tuple[int, ...] = (),
-        stopped: int | None = None,
-        renews_forward_step: bool = False,
-    ) -> Exact:
-        self._runs += 1
-        folder = self.folder / f"run{self._runs}"
-        folder.mkdir()
-        settings = {
-            "folder": str(folder),
-            "infected": infected,
-            "stopped": stopped,
-            "renews_forward_step": renews_forward_step,
-        }
-        run = self.farm.run(4, *flags, plugin=PLUGIN, given=settings, timeout_s=400).check()
-        rank_records = [
-            torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(4)
-        ]
-        return Exact(run, rank_records)
+    def run(self, *flags: str, **settings: Any) -> Ended:
+        settings = {"infected": (), "stopped": None, "renews_forward_step": False} | settings
+        return self.farm.run(4, *flags, plugin="exact_steps", given=settings, timeout_s=400).check()
 
-    def both(self, *flags: str, infected: tuple[int, ...] = ()) -> tuple[Exact, Exact]:
+    def both(self, *flags: str, infected: tuple[int, ...] = ()) -> tuple[Ended, Ended]:
         """Train with and without post-validation, check that all is equal, and return both."""
         plain = self.run(*flags, infected=infected)
         ahead = self.run(*flags, POST_VALIDATION, infected=infected)
-        assert ahead.equals(plain)
+        assert_exact(ahead, plain)
         return plain, ahead
 
 
 @pytest.fixture
-def lab(farm: Farm, tmp_path: Path) -> Lab:
-    return Lab(farm, tmp_path)
+def lab(farm: Farm) -> Lab:
+    return Lab(farm)
 
 
 @pytest.mark.slow
@@ -119,9 +92,9 @@ def test_fp16_with_clipping_at_times_and_infinite_gradients(lab: Lab) -> None:
     plain, ahead = lab.both(*FIFTY, *flags, infected=(7, 15, 16, 30, 42))
     guessed, undone = count_early_starts(ahead)
     assert 0 < undone < guessed
-    assert sum(step["skipped"] for step in plain.steps) == 5
-    assert len({step["loss scale"] for step in plain.steps}) > 1
-    norms = [step["norm"] for step in plain.steps if step["norm"] is not None]
+    assert sum(step["skipped"] for step in steps_of(plain)) == 5
+    assert len({step["loss scale"] for step in steps_of(plain)}) > 1
+    norms = [step["norm"] for step in steps_of(plain) if step["norm"] is not None]
     assert {norm > 1.25 for norm in norms} == {True, False}
 
 
@@ -144,8 +117,8 @@ def test_clipping_by_the_norm_of_detached_mtp_layers(lab: Lab) -> None:
     flags = "--train-iters 12 --num-layers 4 --mtp-num-layers 1 --mtp-detach-heads"
     flags = [*flags.split(), *"--mtp-loss-scaling-factor 20 --clip-grad".split(), str(limit)]
     plain, ahead = lab.both(*FIFTY, *DATA_PARALLEL, *flags)
-    assert max(step["norm"] for step in plain.steps) < limit
-    assert {step["group norms"]["mtp"] > limit for step in plain.steps} == {True, False}
+    assert max(step["norm"] for step in steps_of(plain)) < limit
+    assert {step["group norms"]["mtp"] > limit for step in steps_of(plain)} == {True, False}
     guessed, undone = count_early_starts(ahead)
     assert 0 < undone < guessed
 
@@ -162,7 +135,7 @@ def test_offloaded_activations_of_an_early_started_step(lab: Lab, tmp_path: Path
     precision = "--bf16 --loss-scale 64 --clip-grad 100 --num-layers 4 --train-iters 8"
     flags = (*FIFTY, *DATA_PARALLEL, *precision.split(), "--pipeline-schedule", str(file))
     _, ahead = lab.both(*flags, infected=(5,))
-    assert "microbatches and stages are offloaded" in ahead.run.output[0]
+    assert "microbatches and stages are offloaded" in ahead.output[0]
     assert count_early_starts(ahead) == (4, 1)
 
 
@@ -171,7 +144,7 @@ def test_a_step_with_other_arguments_than_the_early_started_one(lab: Lab) -> Non
     flags = (*FIFTY, *DATA_PARALLEL, "--num-layers", "4", "--train-iters", "6", "--clip-grad", "9")
     plain = lab.run(*flags)
     ahead = lab.run(*flags, POST_VALIDATION, renews_forward_step=True)
-    assert ahead.equals(plain)
+    assert_exact(ahead, plain)
     assert count_early_starts(ahead) == (6 - 2 - 1, 0)  # not the first two, nor the last
 
 
@@ -199,7 +172,7 @@ def test_post_validation_is_bitwise_exact(
         assert guessed == 0
     else:
         assert 0 < undone < guessed
-    assert sum(step["skipped"] for step in plain.steps) == (0 if precision == "fp32" else 5)
+    assert sum(step["skipped"] for step in steps_of(plain)) == (0 if precision == "fp32" else 5)
 
 
 @pytest.mark.slow
@@ -208,9 +181,9 @@ def test_timed_steps_start_after_validation(lab: Lab, tmp_path: Path) -> None:
     trace = ("--pipeline-trace", str(tmp_path / "trace"))
     flags = (*BOUNDARIES, "--train-iters", "13")
     plain, ahead = lab.run(*flags), lab.run(*flags, *trace, POST_VALIDATION)
-    assert ahead.equals(plain)
+    assert_exact(ahead, plain)
     assert count_early_starts(ahead) == (13 - 2 - 1, 0)  # no timed step starts early
-    assert "measured later: passes " in ahead.run.output[0]
+    assert "measured later: passes " in ahead.output[0]
     assert (tmp_path / "trace" / "trace.json").exists()
 
 
@@ -245,15 +218,15 @@ def test_evaluation_and_saving_see_a_validated_state(lab: Lab, tmp_path: Path) -
     # Stopped by a signal after the next step has started early.
     stop = ("--exit-signal-handler", POST_VALIDATION)
     ahead = lab.run(*flags, "--save", ahead_folder, *stop, stopped=9)
-    assert ahead.equals(plain)
+    assert_exact(ahead, plain)
     assert count_early_starts(ahead) == (
         9 - 2 - 1,
         0,
     )  # not the first two, nor before the evaluation
     plain = lab.run(*flags, "--load", plain_folder)
     ahead = lab.run(*flags, "--load", ahead_folder, POST_VALIDATION)
-    assert ahead.equals(plain)
-    assert len(ahead.steps) == 7
+    assert_exact(ahead, plain)
+    assert len(steps_of(ahead)) == 7
     assert count_early_starts(ahead) == (7 - 2 - 2, 0)  # nor before the end
 
 

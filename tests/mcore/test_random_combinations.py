@@ -4,10 +4,8 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from mcore.conftest import UNTIED
 from mcore.farm import Farm
-from mcore.parity import Tolerance, losses, relative
-from mcore.test_composition import EXPERTS, SEQUENCE, SHARDED
+from mcore.parity import EXPERTS, SEQUENCE, SHARDED, UNTIED, Tolerance, losses, relative
 
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"

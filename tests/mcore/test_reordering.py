@@ -1,16 +1,23 @@
 """Variable-length microbatches are reordered to shorten the step."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from mcore.farm import Ended, Farm
-from mcore.parity import Tolerance, assert_same_bits, assert_same_training
+from mcore.farm import Ended, Farm, Train
+from mcore.parity import (
+    CONTEXT,
+    EXPERT_PARALLEL,
+    PIPELINE,
+    TENSOR,
+    UNTIED,
+    Tolerance,
+    assert_same_bits,
+    assert_same_training,
+)
 from mcore.test_library import assert_equal_results, run_library
-from mcore.test_training import UNTIED
 
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.costs import Costs
@@ -25,8 +32,7 @@ from megatron_vshape.mcore.features.variable_length.reorder import (
 from megatron_vshape.mcore.setup.configure import _counts_calls
 from megatron_vshape.mcore.step.microbatches import in_data_order
 
-PLUGIN = Path(__file__).parent / "of_any_length.py"
-PARTS = Path(__file__).parent / "part_of_lengths.py"
+PLUGIN = "variable_lengths"
 STEPS = ("--train-iters", "2", "--clip-grad", "0", UNTIED)
 CONFIG = SimpleNamespace(
     kv_channels=128,
@@ -69,7 +75,14 @@ def test_peeked_batches_are_returned_in_pass_order() -> None:
     assert in_data_order(results, None) == results
 
 
-PRINTED = Path(__file__).parent / "printed_orders.py"
+PRINTED = "variable_lengths:printed_orders"
+
+
+@pytest.fixture
+def costs_file(tmp_path: Path) -> str:
+    file = tmp_path / "costs.json"
+    file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
+    return str(file)
 
 
 def orders_of(ended: Ended) -> list[str]:
@@ -77,11 +90,9 @@ def orders_of(ended: Ended) -> list[str]:
     return [line for line in ended.output[0].splitlines() if line.startswith("order ")]
 
 
-def test_repeated_steps_use_the_same_order(farm: Farm, tmp_path: Path) -> None:
+def test_repeated_steps_use_the_same_order(farm: Farm, costs_file: str) -> None:
     """Bitwise equal, also with evaluations between the steps."""
-    file = tmp_path / "costs.json"
-    file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
-    flags = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file), UNTIED)
+    flags = ("--pipeline-schedule", "auto", "--pipeline-costs", costs_file, UNTIED)
     flags = (*flags, *"--num-layers 4 --train-iters 4 --eval-interval 2 --eval-iters 1".split())
     once = farm.run(2, *flags, plugin=PRINTED).check()
     twice = farm.run(2, *flags, plugin=PRINTED, given="repeats").check()
@@ -92,10 +103,10 @@ def test_repeated_steps_use_the_same_order(farm: Farm, tmp_path: Path) -> None:
     assert_same_bits(once, twice, norms=True)
 
 
-def test_resumed_run_continues_with_unused_batches(farm: Farm, tmp_path: Path) -> None:
-    file = tmp_path / "costs.json"
-    file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
-    flags = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file), UNTIED)
+def test_resumed_run_continues_with_unused_batches(
+    farm: Farm, costs_file: str, tmp_path: Path
+) -> None:
+    flags = ("--pipeline-schedule", "auto", "--pipeline-costs", costs_file, UNTIED)
     flags = (*flags, *"--num-layers 4 --num-workers 1 --train-iters 6".split())
     flags = (*flags, "--ckpt-format", "torch_dist")
     uninterrupted = farm.run(2, *flags, plugin=PRINTED).check()
@@ -121,11 +132,9 @@ def test_long_documents_cost_more_than_many_short_ones() -> None:
 
 @pytest.mark.parametrize("microbatch_order", [None, "kept"])
 def test_reordered_training_equals_1f1b(
-    train: Callable[..., Ended], farm: Farm, tmp_path: Path, microbatch_order: str | None
+    train: Train, farm: Farm, costs_file: str, microbatch_order: str | None
 ) -> None:
-    file = tmp_path / "costs.json"
-    file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
-    planned = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file))
+    planned = ("--pipeline-schedule", "auto", "--pipeline-costs", costs_file)
     megatron_run = train(2, "--pipeline-schedule", "1f1b", *STEPS, plugin=PLUGIN)
     keep_order = () if microbatch_order is None else ("--pipeline-keep-order",)
     package_run = farm.run(2, *planned, *keep_order, *STEPS, plugin=PLUGIN).check()
@@ -135,15 +144,12 @@ def test_reordered_training_equals_1f1b(
     assert ("microbatches reordered" in package_run.output[0]) != bool(keep_order)
 
 
-def test_log_probabilities_are_returned_in_data_order(farm: Farm, tmp_path: Path) -> None:
+def test_log_probabilities_are_returned_in_data_order(farm: Farm, costs_file: str) -> None:
     """For forward-only steps, which are not reordered, and for reordered training steps."""
-    file = tmp_path / "costs.json"
-    file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
-    folder, run_options = tmp_path / "runs", {"reads_logits": "call"}
-    folder.mkdir()
-    plain = run_library(farm, folder, "verl", None, ranks=2, **run_options)
-    costs = {"costs_file": str(file)}
-    package_run = run_library(farm, folder, "verl", "auto", options=costs, ranks=2, **run_options)
+    run_options = {"reads_logits": "call"}
+    plain = run_library(farm, "verl", None, ranks=2, **run_options)
+    costs = {"costs_file": costs_file}
+    package_run = run_library(farm, "verl", "auto", options=costs, ranks=2, **run_options)
     assert_equal_results(package_run, plain)
     package_lengths, megatron_lengths = (
         next(filter(any, run.received_lengths)) for run in (package_run, plain)
@@ -164,14 +170,11 @@ def test_log_probabilities_are_returned_in_data_order(farm: Farm, tmp_path: Path
             )
 
 
-def test_active_dropout_prevents_reordering(farm: Farm, tmp_path: Path) -> None:
+def test_active_dropout_prevents_reordering(farm: Farm, costs_file: str) -> None:
     """As in an adapter on a single rank, which no config contains."""
-    file = tmp_path / "costs.json"
-    file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
-    folder, options = tmp_path / "runs", {"costs_file": str(file)}
-    folder.mkdir()
-    plain = run_library(farm, folder, "verl", None, ranks=2)
-    package_run = run_library(farm, folder, "verl", "auto", options=options, ranks=2, drops_out=1)
+    options = {"costs_file": costs_file}
+    plain = run_library(farm, "verl", None, ranks=2)
+    package_run = run_library(farm, "verl", "auto", options=options, ranks=2, drops_out=1)
     assert_equal_results(package_run, plain)
     package_lengths, megatron_lengths = (
         next(filter(any, run.received_lengths)) for run in (package_run, plain)
@@ -187,14 +190,11 @@ def test_stored_logits_prevent_reordering() -> None:
     assert not _counts_calls(SimpleNamespace(logits_load_dir=None, use_indexer_replay=False))
 
 
-def test_error_on_one_rank_ends_all_ranks(farm: Farm, tmp_path: Path) -> None:
+def test_error_on_one_rank_ends_all_ranks(farm: Farm, costs_file: str) -> None:
     """The rank of the first stage fails, which is not rank 0 here."""
-    file = tmp_path / "costs.json"
-    file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
-    folder, options = tmp_path / "runs", {"costs_file": str(file)}
-    folder.mkdir()
+    options = {"costs_file": costs_file}
     with pytest.raises(AssertionError) as failed:
-        run_library(farm, folder, "verl", "auto", options=options, ranks=2, lengths=[0])
+        run_library(farm, "verl", "auto", options=options, ranks=2, lengths=[0])
     first, last = str(failed.value).split("--- rank ")[1:]
     assert first.startswith("0: exit code 1")
     assert last.startswith("1: exit code 1")
@@ -202,38 +202,23 @@ def test_error_on_one_rank_ends_all_ranks(farm: Farm, tmp_path: Path) -> None:
     assert "Traceback" not in str(failed.value)
 
 
-EVALUATED = ("--eval-interval", "3", "--eval-iters", "1")
-OVERLAPPED = {
-    "TP": "--tensor-model-parallel-size 2",
-    "CP": "--context-parallel-size 2",
-    "EP": (
-        "--num-experts 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 "
-        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
-        "--moe-token-dispatcher-type alltoall --disable-bias-linear"
-    ),
-}
+OVERLAPPED = {"TP": TENSOR, "CP": CONTEXT, "EP": EXPERT_PARALLEL}
 
 
-@pytest.mark.parametrize("parallelism", OVERLAPPED)
-def test_ranks_of_a_stage_use_the_same_order(farm: Farm, tmp_path: Path, parallelism: str) -> None:
+@pytest.mark.parametrize(
+    "parallelism", ["CP", *(pytest.param(name, marks=pytest.mark.slow) for name in ("TP", "EP"))]
+)
+def test_ranks_of_a_stage_use_the_same_order(farm: Farm, costs_file: str, parallelism: str) -> None:
     """All ranks of a stage must read the same microbatch before their collectives.
 
     One context-parallel rank decides for the others, which see other lengths. Replicas with shared
     expert parallelism read different microbatches at the same position.
     """
-    file = tmp_path / "costs.json"
-    file.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
-    flags = (
-        *STEPS,
-        *EVALUATED,
-        "--pipeline-model-parallel-size",
-        "2",
-        *OVERLAPPED[parallelism].split(),
-    )
-    flags = (*flags, *"--num-layers 4 --train-iters 4 --num-workers 1".split())
+    steps = "--train-iters 4 --eval-interval 3 --eval-iters 1 --num-layers 4 --num-workers 1"
+    flags = (*STEPS, *f"{steps} {PIPELINE} {OVERLAPPED[parallelism]}".split())
     megatron_run = farm.run(4, "--pipeline-schedule", "1f1b", *flags, plugin=PLUGIN).check()
-    planned = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file))
-    plugin = PARTS if parallelism == "CP" else PLUGIN
+    planned = ("--pipeline-schedule", "auto", "--pipeline-costs", costs_file)
+    plugin = f"{PLUGIN}:of_first_rank" if parallelism == "CP" else PLUGIN
     package_run = farm.run(4, *planned, *flags, plugin=plugin).check()
     assert "microbatches reordered" in package_run.output[0]
     assert package_run.record["evaluations"]

@@ -1,16 +1,15 @@
 """A stopped, saved and resumed run is bitwise equal to an uninterrupted run."""
 
-from collections.abc import Callable
 from pathlib import Path
 
-from mcore.farm import Ended, Farm
+from mcore.farm import Farm, Train
 from mcore.parity import assert_same_tensors
 
 FIVE = ("--train-iters", "5", "--eval-interval", "5", "--eval-iters", "2")
 
 
 def test_steps_after_resuming_equal_those_without_a_stop(
-    train: Callable[..., Ended], farm: Farm, tmp_path: Path
+    train: Train, farm: Farm, tmp_path: Path
 ) -> None:
     flags = ("--pipeline-schedule", "v-half", *FIVE)
     uninterrupted = train(4, *flags)
@@ -24,10 +23,10 @@ def test_steps_after_resuming_equal_those_without_a_stop(
 
 
 def test_sigterm_during_a_step_saves_and_ends_all_ranks(
-    train: Callable[..., Ended], farm: Farm, tmp_path: Path
+    train: Train, farm: Farm, tmp_path: Path
 ) -> None:
     flags = ("--pipeline-schedule", "v-half", *FIVE, "--ckpt-format", "torch_dist")
-    plugin = Path(__file__).parent / "sigterm.py"
+    plugin = "plugins:sigterm"
     saved = ("--save", str(tmp_path), "--save-interval", "1000", "--exit-signal-handler")
     first = farm.run(4, *flags, *saved, plugin=plugin).check()
     assert len(first.record["losses"]) == 3  # the interrupted step was finished
@@ -40,4 +39,4 @@ def test_sigterm_during_a_step_saves_and_ends_all_ranks(
 def test_data_loaders_and_send_threads_end_with_the_trainer(farm: Farm) -> None:
     # Loader processes then ignore SIGTERM, so a trainer that does not stop them hangs at exit.
     flags = ("--pipeline-schedule", "v-half", "--num-workers", "1", "--exit-signal-handler")
-    farm.run(2, *flags, plugin=Path(__file__).parent / "started_for_training.py").check()
+    farm.run(2, *flags, plugin="plugins:leaves_nothing").check()

@@ -11,11 +11,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from mcore.farm import Farm
-
-pytest.importorskip("megatron.core")
-
+from mcore.parity import assert_close_tensors, join_rows
 from megatron.core.pipeline_parallel import schedules
 
 import megatron_vshape
@@ -90,7 +87,6 @@ def test_gather_is_replaced_in_a_renamed_module() -> None:
     assert fork.pp_gather is originals[0]
 
 
-PLUGIN = Path(__file__).parent / "replays_routers.py"
 CONFIG = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -106,21 +102,10 @@ RECOMPUTE = {
 
 
 def run_replay(
-    farm: Farm, folder: Path, schedule: str | None, ranks: int, *, recomputes: bool, **options: Any
+    farm: Farm, schedule: str | None, ranks: int, config: dict[str, Any], **options: Any
 ) -> list[dict[str, Any]]:
-    folder = folder / f"{Path(str(schedule)).stem}-{recomputes}-{len(options)}"
-    folder.mkdir()
-    trainer = folder / "trainer.py"  # imported as a library
-    trainer.write_text("from replays_routers import start")
-    config = CONFIG | (RECOMPUTE if recomputes else {})
-    settings = {
-        "schedule": schedule,
-        "options": options,
-        "directory": str(folder),
-        "config": config,
-    }
-    farm.run(ranks, plugin=trainer, given=settings).check()
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    settings = {"schedule": schedule, "options": options, "config": CONFIG | config}
+    return farm.run(ranks, plugin="replays_routers", given=settings).check().records
 
 
 def assert_equal_ranks(
@@ -134,47 +119,43 @@ def assert_equal_ranks(
         {name: value for rank in ranks for name, value in rank["gradients"].items()}
         for ranks in (package_ranks, megatron_ranks)
     )
-    for name, value in megatron_gradients.items():
-        gradient = package_gradients.get(name)
-        if gradient is None:  # its rows are distributed over ranks
-            parts = sorted(
-                part_name for part_name in package_gradients if part_name.startswith(f"{name}@")
-            )
-            gradient = torch.cat([package_gradients[part_name] for part_name in parts])[
-                : len(value)
-            ]
-        torch.testing.assert_close(gradient, value, rtol=1e-5, atol=1e-6, msg=name)
+    gradients = {
+        name: value[: len(megatron_gradients[name])]  # without the padding of the vocabulary
+        for name, value in join_rows(package_gradients).items()
+    }
+    assert_close_tensors(gradients, megatron_gradients, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ranks", "recomputes", "options"),
+    ("schedule", "ranks", "config", "options"),
     [
-        ("v-half", 2, False, {}),
-        ("v-half", 2, True, {"vocab_parallel": True}),
-        pytest.param("v-half", 2, True, {}, marks=pytest.mark.slow),
-        pytest.param("v-half", 4, False, {}, marks=pytest.mark.slow),
-        pytest.param("v-min", 4, True, {}, marks=pytest.mark.slow),
-        pytest.param("v-zb", 2, False, {"layer_split": "1,3,2,2"}, marks=pytest.mark.slow),
-        pytest.param("grouped-interleaved-1f1b", 2, False, {}, marks=pytest.mark.slow),
-        pytest.param("v-half", 4, True, {"vocab_parallel": True}, marks=pytest.mark.slow),
+        ("v-half", 2, {}, {}),
+        ("v-half", 2, RECOMPUTE, {"vocab_parallel": True}),
+        pytest.param("v-half", 2, RECOMPUTE, {}, marks=pytest.mark.slow),
+        pytest.param("v-half", 4, {}, {}, marks=pytest.mark.slow),
+        pytest.param("v-min", 4, RECOMPUTE, {}, marks=pytest.mark.slow),
+        pytest.param(
+            "v-zb", 2, {"num_layers": 8}, {"layer_split": "1,3,2,2"}, marks=pytest.mark.slow
+        ),
+        pytest.param("grouped-interleaved-1f1b", 2, {}, {}, marks=pytest.mark.slow),
+        pytest.param("v-half", 4, RECOMPUTE, {"vocab_parallel": True}, marks=pytest.mark.slow),
     ],
 )
 def test_routing_choices_reach_the_right_layer_and_microbatch(
     farm: Farm,
-    tmp_path: Path,
     schedule: str,
     ranks: int,
-    recomputes: bool,
+    config: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
-    megatron_ranks = run_replay(farm, tmp_path, None, ranks, recomputes=recomputes)
+    megatron_ranks = run_replay(farm, None, ranks, config)
     assert megatron_ranks[-1]["losses"] != pytest.approx(megatron_ranks[-1]["recorded"], abs=1e-3)
-    package_ranks = run_replay(farm, tmp_path, schedule, ranks, recomputes=recomputes, **options)
+    package_ranks = run_replay(farm, schedule, ranks, config, **options)
     assert package_ranks[0]["chunks"] == 2
     assert_equal_ranks(package_ranks, megatron_ranks)
     # Recomputation in B consumes each replayed choice once.
     assert {remaining for record in package_ranks for remaining in record["left"]} == {
-        0 if recomputes else 7
+        0 if config is RECOMPUTE else 7
     }
 
 
@@ -182,7 +163,7 @@ def test_routing_choices_reach_the_right_layer_and_microbatch(
 def test_choices_of_reordered_microbatches(farm: Farm, tmp_path: Path) -> None:
     costs = tmp_path / "costs.json"
     costs.write_text(Costs.uniform(2, 4, 100, 120, 90, 5).to_json())
-    megatron_ranks = run_replay(farm, tmp_path, None, 2, recomputes=True)
-    package_ranks = run_replay(farm, tmp_path, "auto", 2, recomputes=True, costs_file=str(costs))
+    megatron_ranks = run_replay(farm, None, 2, RECOMPUTE)
+    package_ranks = run_replay(farm, "auto", 2, RECOMPUTE, costs_file=str(costs))
     assert all(record["order"] for record in package_ranks)
     assert_equal_ranks(package_ranks, megatron_ranks)

@@ -27,78 +27,59 @@ from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.activation_tracker import ActivationTracker
 
 
-def compare_programs(rank: int, names: tuple[str, ...]) -> list[str]:
-    agreement, errors = Agreement(), []
-    for name in (names[0], names[rank]):
-        program = lower(make(name, 2, 4))
-        try:
-            agreement.check(program)
-            agreement.check(program)
-        except ScheduleError as error:
-            errors.append(str(error))
-    return errors
-
-
-def test_different_pass_orders_fail_on_all_ranks(farm: Farm) -> None:
-    errors_by_rank = run_ranks(farm, 3, compare_programs, ("v-half", "v-half", "v-zb"))
-    (text,) = errors_by_rank[0]
-    assert errors_by_rank == [[text]] * 3
-    assert text.startswith("rank 2 has planned another order than rank 0 for 4 microbatches: ")
-    assert run_ranks(farm, 2, compare_programs, ("v-half", "v-half")) == [[], []]
-
-
-def compare_counts(rank: int, count_of: tuple[int, ...], has_replicas: bool) -> str:
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])] if has_replicas else []
-    pipeline = groups[rank // 2] if has_replicas else None
-    program = lower(make("v-half", 2, count_of[rank]))
+def compare(
+    rank: int,
+    names: tuple[str, ...],
+    counts: tuple[int, ...] = (),
+    pairs: tuple[tuple[int, int], ...] = (),
+    shares: tuple[float, ...] = (),
+) -> str:
+    """Return the error of a rank after comparing rank 0's schedule and then its own."""
+    groups = [(pair, dist.new_group(pair)) for pair in pairs]
+    local_groups = [group for pair, group in groups if rank in pair] or [None]
+    agreement = Agreement()
     try:
-        Agreement().check(program, groups=[pipeline])
+        for index in (0, 0, rank, rank):
+            program = lower(make(names[index], 2, counts[index] if counts else 4))
+            overlaps = {
+                Pass.parse("B0.0"): DeferredWgradOverlap(Pass.parse("W3.1"), share)
+                for share in shares[index : index + 1]
+            }
+            agreement.check(program, overlaps, groups=local_groups)
     except ScheduleError as error:
         return str(error)
     return ""
 
 
-def test_only_dependent_ranks_need_the_same_number_of_microbatches(farm: Farm) -> None:
-    assert run_ranks(farm, 4, compare_counts, (4, 4, 3, 3), True) == [""] * 4
-    text, *other_texts = run_ranks(farm, 4, compare_counts, (4, 4, 3, 3), False)
-    assert text.startswith("rank 2 runs 3 microbatches in this step, rank 0 runs 4: ")
-    assert other_texts == [text] * 3
-    assert run_ranks(farm, 2, compare_counts, (4, 3), False)[0].startswith(
-        "rank 1 runs 3 microbatches"
-    )
+HALF, ZERO = "v-half", "v-zb"
+ROWS, COLUMNS = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+PLANNED = "has planned another order than rank 0"
 
 
-def compare_in_two_groups(rank: int, names: tuple[str, ...]) -> str:
-    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    try:
-        Agreement().check(
-            lower(make(names[rank], 2, 4)), groups=[rows[rank // 2], columns[rank % 2]]
-        )
-    except ScheduleError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_of_several_groups_compare_through_common_ranks(farm: Farm) -> None:
-    texts = run_ranks(farm, 4, compare_in_two_groups, ("v-half", "v-half", "v-half", "v-zb"))
-    assert all("rank 3 has planned another order than rank 0" in text for text in texts)
-
-
-def compare_what_b_runs(rank: int, shares: tuple[float, ...]) -> str:
-    overlaps = {Pass.parse("B0.0"): DeferredWgradOverlap(Pass.parse("W3.1"), shares[rank])}
-    try:
-        Agreement().check(lower(make("v-zb", 2, 4)), overlaps)
-    except ScheduleError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.slow
-def test_different_wgrad_overlaps_fail_on_all_ranks(farm: Farm) -> None:
-    assert run_ranks(farm, 2, compare_what_b_runs, (0.5, 0.5)) == ["", ""]
-    texts = run_ranks(farm, 2, compare_what_b_runs, (0.5, 0.25))
-    assert all("rank 1 has planned another order than rank 0" in text for text in texts)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((HALF, HALF),), ""),
+        (((HALF, HALF, ZERO),), f"rank 2 {PLANNED} for 4 microbatches: "),
+        # Only dependent ranks need the same number of microbatches.
+        (((HALF,) * 4, (4, 4, 3, 3), ROWS), ""),
+        (((HALF,) * 4, (4, 4, 3, 3)), "rank 2 runs 3 microbatches in this step, rank 0 runs 4: "),
+        (((HALF,) * 2, (4, 3)), "rank 1 runs 3 microbatches"),
+        # Ranks of several groups compare through common ranks.
+        (((HALF, HALF, HALF, ZERO), (), ROWS + COLUMNS), f"rank 3 {PLANNED}"),
+        pytest.param(((ZERO,) * 2, (), (), (0.5, 0.5)), "", marks=pytest.mark.slow),
+        pytest.param(
+            ((ZERO,) * 2, (), (), (0.5, 0.25)), f"rank 1 {PLANNED}", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_different_plans_fail_on_all_ranks(
+    farm: Farm, arguments: tuple[Any, ...], message: str
+) -> None:
+    texts = run_ranks(farm, len(arguments[0]), compare, *arguments)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith(message)
+    assert bool(texts[0]) == bool(message)
 
 
 def memory_of_replicas(rank: int) -> list[StaticMemory]:

@@ -6,12 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
-from mcore.parity import assert_same_tensors
-
-pytest.importorskip("megatron.training")
-
+from mcore.parity import UNTIED, assert_same_tensors
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -184,7 +180,7 @@ def test_schedule_with_one_chunk_loads_checkpoints_by_ranks(farm: Farm, tmp_path
 
 TWO_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 STATE = ("--use-distributed-optimizer", "--bf16", *UNTIED.split(), "--train-iters", "2")
-ADAM = Path(__file__).with_name("fused_adam.py")
+ADAM = "fused_adam"
 
 
 def save_state(farm: Farm, folder: Path, *flags: str, stock: bool = False) -> Ended:

@@ -8,15 +8,11 @@ a MultiModuleProcessGroupCollection and a MultiModulePipelineCommunicator.
 import importlib
 import inspect
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-pytest.importorskip("megatron.training")
-
 import megatron.training
+import pytest
 import torch
 from mcore.farm import Farm
 from megatron.core.models.gpt import GPTModel
@@ -84,7 +80,7 @@ def test_models_with_several_stacks_are_rejected() -> None:
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "v-half"])
 def test_first_step_rejects_a_model_with_several_stacks(farm: Farm, schedule: str) -> None:
-    plugin = Path(__file__).with_name("two_stacks.py")
+    plugin = "plugins:two_stacks"
     run = farm.run(2, "--pipeline-schedule", schedule, plugin=plugin, timeout_s=60)
     assert run.codes == [1, 1], run.output
     message = f"schedule {schedule} does not work with T5Model: it needs one stack of layers"

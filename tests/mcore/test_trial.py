@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from mcore.farm import Ended, Farm
-from mcore.parity import assert_same_bits, losses
-from mcore.test_training import UNTIED
+from mcore.farm import Farm, Train
+from mcore.parity import UNTIED, assert_same_bits, losses
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import load_schedule
@@ -20,7 +19,6 @@ from megatron_vshape.mcore.observe.profiling import NAMED, PLAN, RUNS, TURN, TUR
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.run_config import ScheduleChoice
 
-Train = Callable[..., Ended]
 GIB = 2**30
 
 
@@ -153,7 +151,7 @@ def test_run_selects_the_faster_of_plan_and_named_schedule(
     megatron_run = train(2, "--pipeline-schedule", "1f1b", *many)
     limit = ("--pipeline-memory-limit", ".05", "--pipeline-trace", str(tmp_path))
     flags = ("--pipeline-profile-iterations", "2:3", *limit, *many)
-    plugin = Path(__file__).parent / "named_wins.py"
+    plugin = "plugins:named_wins"
     package_run = farm.run(2, "--pipeline-schedule", "auto", *flags, plugin=plugin).check()
     assert losses(package_run) == losses(megatron_run)
     text = package_run.output[0]
@@ -180,7 +178,7 @@ def test_pass_order_can_change_in_every_step(farm: Farm, replicas: int) -> None:
     """Losses and parameters are bitwise equal: fixed order, a new order in each step, and 1F1B."""
     steps = ("--train-iters", "6", "--num-layers", "4", "--clip-grad", "0", UNTIED)
     flags = (*steps, "--pipeline-model-parallel-size", "2")
-    plugin = Path(__file__).parent / "any_order.py"
+    plugin = "any_order"
     megatron_run, v_half_run, mixed_run = (
         farm.run(2 * replicas, "--pipeline-schedule", name, *flags, plugin=step_plugin).check()
         for name, step_plugin in (("1f1b", None), ("v-half", None), ("v-half", plugin))

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from mcore.conftest import UNTIED
 from mcore.farm import MODEL, Farm
+from mcore.parity import UNTIED
 
 from megatron_vshape.rehearsal.command import words_by_flag
 from megatron_vshape.rehearsal.command_reader import read_command

@@ -2,6 +2,7 @@
 
     python without_trainer.py FOLDER PORT
 
+Rank N writes its record to FOLDER/N.pt.
 The process imports Megatron, and forks the second rank.
 """
 
@@ -36,5 +37,5 @@ except RuntimeError as error:
     print(error, flush=True)
 rank = 1 if os.fork() == 0 else 0
 os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2])
-settings = {"shape": "bridge", "schedule": "v-half", "directory": sys.argv[1]}
-other_trainer.start(rank, settings)
+os.environ["FARM_RECORD"] = f"{sys.argv[1]}/{rank}.pt"
+other_trainer.start(rank, {"shape": "bridge", "schedule": "v-half"})

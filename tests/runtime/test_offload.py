@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from live_bytes import LiveBytes
-from mcore.poisoned import poisoning
-from offloaded import choose_all, with_offloads
+from offloaded import choose_all, poisoning, with_offloads
 from runtime.plain_pipeline import SHAPE, PlainStage, data_of, gradients_of, one_process
 from torch import Tensor, UntypedStorage, nn
 
