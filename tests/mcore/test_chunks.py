@@ -8,10 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mcore.conftest import UNTIED
-from mcore.farm import Ended, Farm
-from mcore.parity import Tolerance, assert_same_training, losses
-from mcore.test_training import Train
+from mcore.farm import Ended, Farm, Train
+from mcore.parity import UNTIED, assert_same_training, losses
 
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.mcore.hooks import core_hooks
@@ -21,36 +19,14 @@ from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup.configure import StageLayout
 
-SKIP = ("--iterations-to-skip", "2", "3", "--train-iters", "4", "--log-interval", "2", UNTIED)
 SETS = (
     "--multiple-validation-sets --full-validation --eval-interval 2 --train-iters 2 --split 50,50,0"
 ).split()
-SETS_PLUGIN = Path(__file__).with_name("several_sets.py")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "flags"),
-    [
-        (2, "v-half"),
-        (4, "v-half --pipeline-vocab-parallel"),
-        (2, "v-zb --optimizer-post-validation --rerun-mode disabled"),
-        pytest.param(2, "v-zb --pipeline-slices 2", marks=pytest.mark.slow),
-        pytest.param(2, "interleaved-1f1b", marks=pytest.mark.slow),
-        pytest.param(4, "zb-h1", marks=pytest.mark.slow),
-    ],
-)
-def test_skipped_iterations_equal_1f1b(train: Train, ranks: int, flags: str) -> None:
-    expected = train(2, "--pipeline-schedule", "1f1b", *SKIP)
-    assert len(losses(expected)) == 2
-    run = train(ranks, "--pipeline-schedule", *flags.split(), *SKIP)
-    # Sums over the vocabulary are rounded in another order, and Adam enlarges the difference.
-    assert_same_training(run, expected, Tolerance(parameters=1e-4 if "vocab" in flags else 1e-5))
 
 
 def evaluate_sets(farm: Farm, ranks: int, schedule: str, everywhere: bool) -> Ended:
-    settings = {"everywhere": everywhere}
     flags = ("--pipeline-schedule", schedule, *SETS)
-    return farm.run(ranks, *flags, plugin=SETS_PLUGIN, given=settings).check()
+    return farm.run(ranks, *flags, plugin="plugins:several_sets", given=everywhere).check()
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +93,6 @@ def test_heterogeneous_layers_equal_1f1b(train: Train, tmp_path: Path, schedule:
     assert_same_training(run, expected)
 
 
-WRONG_CHUNKS = Path(__file__).with_name("wrong_chunks.py")
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-layer-freq [0]*2+[1]*6 --disable-bias-linear"
 ).split()
@@ -139,7 +114,8 @@ EXPERTS = (
 def test_layers_of_another_chunk_are_rejected(
     farm: Farm, name: str, flags: list[str], text: str
 ) -> None:
-    run = farm.run(2, "--pipeline-schedule", "v-half", *flags, plugin=WRONG_CHUNKS, given=name)
+    flags = ["--pipeline-schedule", "v-half", *flags]
+    run = farm.run(2, *flags, plugin="plugins:wrong_chunks", given=name)
     assert 0 not in run.codes
     assert text in "".join(run.output)
 

@@ -2,14 +2,12 @@
 
 import json
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mcore.farm import Ended
+from mcore.farm import Train
 from mcore.parity import assert_same_training
-from mcore.test_training import TWO
 
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.amounts import STATE_BYTES
@@ -24,44 +22,6 @@ from megatron_vshape.mcore.layout.stage_map import StageMap, better_split, split
 from megatron_vshape.mcore.options import Options, UnsupportedError
 from megatron_vshape.mcore.setup.configure import _limit_bytes
 from megatron_vshape.mcore.setup.run_config import ScheduleChoice
-
-Train = Callable[..., Ended]
-
-MODEL = ("--num-layers", "11", *TWO, "--eval-interval", "2", "--eval-iters", "1")
-SPLITS = {
-    "v-half": (4, "v-half", "2,1,1,2,1,2,1,1"),
-    "v-zb, ends without layers": (4, "v-zb", "0,2,2,2,1,2,2,0"),
-    "zb-h1, last without layers": (4, "zb-h1", "3,4,4,0"),
-    "v-half, 2 ranks": (2, "v-half", "3,2,4,2"),
-    "1f1b": (4, "1f1b", "3,4,2,2"),
-    "interleaved": (4, "interleaved-1f1b", "0,1,1,2,1,3,2,1"),
-    "grouped": (4, "grouped-interleaved-1f1b", "2,1,1,2,1,2,1,1"),
-    "1f1b, 2 ranks": (2, "1f1b", "7,4"),
-    "v-zb, 2 ranks": (2, "v-zb", "0,6,5,0"),
-    "v-min, auto": (4, "v-min", "auto"),
-    "v-half+": (2, "v-half+", "3,2,4,2"),
-}
-FAST = {"v-half", "v-zb, ends without layers", "zb-h1, last without layers", "v-half+"}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "schedule", "split"),
-    [
-        pytest.param(*split, id=name, marks=[] if name in FAST else [pytest.mark.slow])
-        for name, split in SPLITS.items()
-    ],
-)
-def test_training_equals_one_rank(train: Train, ranks: int, schedule: str, split: str) -> None:
-    one_rank_run = train(1, *MODEL)
-    package_run = train(
-        ranks, "--pipeline-schedule", schedule, "--pipeline-layer-split", split, *MODEL
-    )
-    assert_same_training(package_run, one_rank_run)
-    if split != "auto":
-        line = f"layers per stage, in model order: {split}\n"
-        assert [text.count(line) for text in package_run.output] == [1] + [0] * (ranks - 1)
-    if schedule == "v-half+":
-        assert "costs: F = B = W per layer, output layer by its GEMMs" in package_run.output[0]
 
 
 @pytest.mark.slow

@@ -3,19 +3,16 @@
 import json
 import re
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from mcore.conftest import UNTIED, needs_hybrid
-from mcore.farm import Ended, Farm
-from mcore.parity import Tolerance, assert_same_training
+from mcore.farm import Farm, Train
+from mcore.parity import TWO, UNTIED, assert_same_training
 from mcore.rejections import megatron_choices
 from mcore.test_memory import FLAGS, memory_figures
-from mcore.test_training import TWO
 from megatron.core.enums import Fp8Recipe
 
 from megatron_vshape.core.model.costs import Costs
@@ -34,9 +31,7 @@ from megatron_vshape.mcore.setup.run_config import Settings
 from megatron_vshape.mcore.step_state import TokenRange
 
 MOST = 1e-12
-"""Maximum difference in 64 bits: of gradients as a share of the largest, and of weights."""
-
-IN_64_BITS = Path(__file__).with_name("in_64_bits.py")
+"""Maximum difference in 64 bits, of gradients as a share of the largest."""
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
@@ -137,13 +132,9 @@ MUTANTS = {
 }
 
 
-def run_cases(
-    farm: Farm, folder: Path, cases: dict[str, dict[str, Any]]
-) -> dict[str, dict[str, Any]]:
+def run_cases(farm: Farm, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the reports of `sliced_steps` for these cases."""
-    plugin = folder / "plugin.py"  # imported, as a library is, so that its names can be found
-    plugin.write_text("from sliced_steps import start")
-    (text,) = farm.run(1, plugin=plugin, given=cases, timeout_s=1800).check().output
+    (text,) = farm.run(1, plugin="sliced_steps", given=cases, timeout_s=1800).check().output
     reports = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     assert [report["case"] for report in reports] == list(cases)
     return {report["case"]: report for report in reports}
@@ -164,8 +155,8 @@ def assert_equal(reports: dict[str, dict[str, Any]], slices: dict[str, int]) -> 
 
 
 @pytest.fixture(scope="module")
-def reports(farm: Farm, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return run_cases(farm, tmp_path_factory.mktemp("slices"), CASES | MUTANTS)
+def reports(farm: Farm) -> dict[str, dict[str, Any]]:
+    return run_cases(farm, CASES | MUTANTS)
 
 
 def test_sliced_gradients_and_losses_equal_unsliced(
@@ -202,9 +193,9 @@ def test_gradients_of_keys_and_values_are_summed_in_one_buffer() -> None:
 
 
 @pytest.mark.slow
-def test_every_named_schedule_and_option(farm: Farm, tmp_path: Path) -> None:
+def test_every_named_schedule_and_option(farm: Farm) -> None:
     slices = {name: case["slices"] for name, case in MORE.items()}
-    assert_equal(run_cases(farm, tmp_path, MORE), slices)
+    assert_equal(run_cases(farm, MORE), slices)
 
 
 def test_faults_between_slices_are_detected(reports: dict[str, dict[str, Any]]) -> None:
@@ -216,74 +207,16 @@ def test_faults_between_slices_are_detected(reports: dict[str, dict[str, Any]]) 
             assert difference["gradients"] > 1e-3, (name, difference)
 
 
-DISTRIBUTED = (
-    "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce "
-    "--overlap-param-gather --eval-interval 2 --eval-iters 1"
-)
-
-OPTIONS = {
-    "sequence-parallel, full recompute": (
-        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    ),
-    "per-token loss, tied": "--calculate-per-token-loss",
-    "experts": (
-        "--pipeline-model-parallel-size 2 --num-experts 4 --expert-model-parallel-size 2 "
-        "--moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001 "
-        "--moe-token-dispatcher-type alltoall --disable-bias-linear"
-    ),
-    "further tokens": "--mtp-num-layers 2",
-    "further tokens, tied": "--mtp-num-layers 2",
-    "learned positions, swiglu": "--position-embedding-type learned_absolute --swiglu",
-}
-
-
-def test_training_equals_megatrons_1f1b(train: Callable[..., Ended]) -> None:
-    """With Megatron's distributed optimizer, which supports at most 32 bits."""
-    flags = (*TWO, *DISTRIBUTED.split(), UNTIED)
-    megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags)
-    package_run = train(4, "--pipeline-schedule", "v-zb", "--pipeline-slices", "4", *flags)
-    assert_same_training(package_run, megatron_run)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIONS)
-def test_training_in_64_bits_equals_megatrons_1f1b(train: Callable[..., Ended], name: str) -> None:
-    """In 32 bits, Adam turns the rounding of a gradient near its epsilon into a different step."""
-    flags = [*TWO, "--clip-grad", "0", *OPTIONS[name].split()]  # clipping supports 32 bits only
-    if "tied" not in name:
-        flags.append(UNTIED)
-    megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags, plugin=IN_64_BITS)
-    sliced = ("--pipeline-schedule", "v-zb", "--pipeline-slices", "4")
-    package_run = train(4, *sliced, *flags, plugin=IN_64_BITS)
-    assert {parameter.dtype for parameter in package_run.merged("parameters").values()} == {
-        torch.float64
-    }
-    assert_same_training(package_run, megatron_run, Tolerance(parameters=MOST))
-
-
-@pytest.mark.slow
-def test_planned_slices_train_like_1f1b(train: Callable[..., Ended], tmp_path: Path) -> None:
+def test_planned_slices_train_like_1f1b(train: Train, tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     file.write_text(Costs.uniform(4, 8, 100, 120, 90, 5, host=1.0).to_json())
-    megatron_run = train(4, "--pipeline-schedule", "1f1b", *TWO, UNTIED)
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *TWO.split(), UNTIED)
     planned = ("--pipeline-schedule", "auto", "--pipeline-costs", str(file))
-    package_run = train(4, *planned, "--pipeline-slices", "auto", *TWO, UNTIED)
+    package_run = train(4, *planned, "--pipeline-slices", "auto", *TWO.split(), UNTIED)
     assert_same_training(package_run, megatron_run)
     # 2 and 4 slices differ by 0.3% here
     assert any(re.search(r" microbatches of [24] slices", text) for text in package_run.output)
-
-
-@needs_hybrid
-@pytest.mark.slow
-@pytest.mark.parametrize("pattern", ["*-*E*-*E", "*-*-*-*-/*-"])
-def test_slices_of_a_hybrid_model(train: Callable[..., Ended], pattern: str) -> None:
-    flags = ["--hybrid-layer-pattern", pattern, *TWO, UNTIED]
-    if "E" in pattern:
-        flags += "--num-experts 4 --moe-router-topk 2 --disable-bias-linear".split()
-    megatron_run = train(2, "--pipeline-schedule", "1f1b", *flags)
-    package_run = train(2, "--pipeline-schedule", "v-zb", "--pipeline-slices", "4", *flags)
-    assert_same_training(package_run, megatron_run)
 
 
 GIVEN = {

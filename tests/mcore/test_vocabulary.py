@@ -1,25 +1,15 @@
 """Vocabulary parallelism over pipeline ranks: training equals Megatron's 1F1B."""
 
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from mcore.conftest import UNTIED
-from mcore.farm import Ended, Farm
+from mcore.farm import Farm, Train
 from mcore.other_trainer import DeferredConfig
-from mcore.parity import (
-    Tolerance,
-    assert_close_gradients,
-    assert_close_tensors,
-    assert_same_training,
-    losses,
-    relative,
-)
-from mcore.test_composition import CONTEXT, EXPERT_PARALLEL, OVERLAP, SEQUENCE, TENSOR
+from mcore.parity import SHARED, UNTIED, assert_same_training, join_rows, losses
 from mcore.test_library import RunResults, assert_equal_results, run_library
 from shared_costs import shared_costs
 
@@ -36,52 +26,7 @@ from megatron_vshape.mcore.options import options_from
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup.configure import pipeline_from_config
 
-Train = Callable[..., Ended]
-
-SHARED = "--pipeline-vocab-parallel"
-WEIGHTS = 1e-4
-"""Tolerance of weights: Adam applies steps of 1e-3 with the sign of a gradient close to 0."""
-
 STEPS = ("--train-iters", "3", "--eval-interval", "3", "--eval-iters", "1")
-
-RUNS = {
-    "v-half, untied": ("v-half", UNTIED),
-    "v-zb, tied": ("v-zb", ""),
-    "zb-h1, tied": ("zb-h1", ""),
-    "v-half, per-token loss, learned positions": (
-        "v-half",
-        f"{UNTIED} --calculate-per-token-loss --position-embedding-type learned_absolute",
-    ),
-    "v-min, untied": ("v-min", UNTIED),
-    "grouped-interleaved-1f1b, untied": ("grouped-interleaved-1f1b", UNTIED),
-    "gpipe, tied": ("gpipe", ""),
-    "v-half, recompute": (
-        "v-half",
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    ),
-    "v-half, balanced": ("v-half", f"{UNTIED} --pipeline-layer-split auto"),
-    "v-half, clipping off, swiglu": ("v-half", f"{UNTIED} --clip-grad 0 --swiglu"),
-    "eager-1f1b, tied": ("eager-1f1b", ""),
-    "zb-h2, untied": ("zb-h2", UNTIED),
-}
-FAST = 4
-
-
-@pytest.mark.parametrize(
-    ("schedule", "flags"),
-    [
-        pytest.param(*run, id=name, marks=[pytest.mark.slow] * (number >= FAST))
-        for number, (name, run) in enumerate(RUNS.items())
-    ],
-)
-def test_training_equals_1f1b(train: Train, schedule: str, flags: str) -> None:
-    common = flags.replace("--pipeline-layer-split auto", "").split()
-    megatron_run = train(4, "--pipeline-schedule", "1f1b", *STEPS, *common)
-    package_run = train(4, "--pipeline-schedule", schedule, SHARED, *STEPS, *flags.split())
-    assert len(losses(package_run)) == 3
-    assert package_run.record["evaluations"]
-    assert_same_training(package_run, megatron_run, Tolerance(parameters=WEIGHTS))
-    assert_close_gradients(package_run, megatron_run, rtol=1e-4)
 
 
 def test_every_rank_has_vocabulary_rows(train: Train) -> None:
@@ -92,66 +37,6 @@ def test_every_rank_has_vocabulary_rows(train: Train) -> None:
             assert record["rows"][name] == 32 * rank
             assert len(record["parameters"][name]) == 32
     assert "S" in run.output[0].partition("pipeline schedule v-half")[2]
-
-
-TWO = "--pipeline-model-parallel-size 2"
-PARALLEL = {
-    "SP, tied": (4, f"{SEQUENCE}"),
-    "DP, distributed optimizer, overlaps": (4, f"{UNTIED} {OVERLAP}"),
-    "TP, untied": (4, f"{TENSOR} {UNTIED}"),
-    "CP, tied": (4, CONTEXT),
-    "SP, learned positions": (4, f"{SEQUENCE} --position-embedding-type learned_absolute"),
-    "tied, DP, overlap": (4, "--overlap-grad-reduce"),
-    "everything": (8, f"{SEQUENCE} {CONTEXT} {EXPERT_PARALLEL} {OVERLAP}"),
-}
-ALWAYS = 2
-
-
-@pytest.mark.parametrize(
-    ("ranks", "flags"),
-    [
-        pytest.param(*run, id=name, marks=[pytest.mark.slow] * (number >= ALWAYS))
-        for number, (name, run) in enumerate(PARALLEL.items())
-    ],
-)
-def test_vocabulary_parallelism_with_other_parallelism(
-    train: Train, ranks: int, flags: str
-) -> None:
-    common = (*STEPS, *TWO.split(), "--num-layers", "4", *flags.split())
-    megatron_run = train(ranks, "--pipeline-schedule", "1f1b", *common)
-    package_run = train(ranks, "--pipeline-schedule", "v-half", SHARED, *common)
-    assert relative(losses(package_run), losses(megatron_run)) <= 1e-6
-    assert relative(package_run.record["grad_norms"], megatron_run.record["grad_norms"]) <= 1e-5
-    for evaluation, expected in zip(
-        package_run.record["evaluations"], megatron_run.record["evaluations"], strict=True
-    ):
-        assert evaluation["lm loss"] == pytest.approx(expected["lm loss"], rel=1e-6)
-    for key, tolerance in ("gradients", 1e-6), ("parameters", WEIGHTS):
-        if key == "gradients" and OVERLAP in flags:
-            continue  # each rank has reduced a part only
-        assert_close_tensors(package_run.whole(key), megatron_run.whole(key), atol=tolerance)
-
-
-@pytest.mark.parametrize(
-    "precision",
-    ["--bf16", pytest.param("--fp16 --initial-loss-scale 1024", marks=pytest.mark.slow)],
-)
-def test_training_in_16_bits(train: Train, precision: str) -> None:
-    """As close as tensor parallelism is to one rank, since GEMMs and sums round differently."""
-    common = (*STEPS, UNTIED, *precision.split())
-    megatron_run = train(2, "--pipeline-schedule", "1f1b", *common)
-    package_run = train(2, "--pipeline-schedule", "v-half", SHARED, *common)
-    assert relative(losses(package_run), losses(megatron_run)) <= 1e-4
-    assert relative(package_run.record["grad_norms"], megatron_run.record["grad_norms"]) <= 1e-2
-    package_gradients, megatron_gradients = (
-        package_run.merged("gradients"),
-        megatron_run.merged("gradients"),
-    )
-    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        error = (package_gradients[name] - megatron_gradients[name]).norm() / megatron_gradients[
-            name
-        ].norm()
-        assert error <= 1e-2, name
 
 
 @pytest.mark.slow
@@ -202,7 +87,7 @@ def test_schedule_file_with_misplaced_vocabulary_passes_is_rejected() -> None:
 @pytest.mark.parametrize("flags", [SHARED, "--pipeline-slices 2"])
 def test_loss_function_sees_the_last_stage(farm: Farm, flags: str) -> None:
     """Rank 0 has the last stage of a V; the loss is computed after the pass."""
-    plugin = Path(__file__).parent / "asks_for_stage.py"
+    plugin = "plugins:loss_queries_stage"
     schedule = ("--pipeline-schedule", "v-half", *flags.split())
     ended = farm.run(2, *schedule, *STEPS, UNTIED, plugin=plugin).check()
     assert len(losses(ended)) == 3
@@ -241,27 +126,19 @@ def test_vocabulary_is_padded_to_a_multiple_of_the_ranks(farm: Farm) -> None:
     ] * 3
 
 
-def join_rows(run: RunResults) -> RunResults:
+def join_library_rows(run: RunResults) -> RunResults:
     """Return a library's run with concatenated vocabulary rows."""
-
-    def concatenate_rows(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        by_name: dict[str, list[torch.Tensor]] = {}
-        for name in sorted(parts):
-            by_name.setdefault(name.partition("@")[0], []).append(parts[name])
-        return {name: torch.cat(rows) for name, rows in by_name.items()}
-
-    return run._replace(
-        gradients=concatenate_rows(run.gradients), parameters=concatenate_rows(run.parameters)
-    )
+    return run._replace(gradients=join_rows(run.gradients), parameters=join_rows(run.parameters))
 
 
-@pytest.mark.parametrize("shape", ["bridge", pytest.param("areal", marks=pytest.mark.slow)])
-def test_library_training_equals_its_1f1b(farm: Farm, tmp_path: Path, shape: str) -> None:
-    plain = run_library(farm, tmp_path, shape, None)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["bridge", "areal"])
+def test_library_training_equals_its_1f1b(farm: Farm, shape: str) -> None:
+    plain = run_library(farm, shape, None)
     for schedule in ("v-half", "zb-h1"):
-        package_run = run_library(farm, tmp_path, shape, schedule, options={"vocab_parallel": True})
+        package_run = run_library(farm, shape, schedule, options={"vocab_parallel": True})
         assert "embedding.word_embeddings.weight@0032" in package_run.parameters
-        assert_equal_results(join_rows(package_run), plain)
+        assert_equal_results(join_library_rows(package_run), plain)
 
 
 VARIABLE = {
@@ -273,17 +150,23 @@ VARIABLE = {
 """Microbatches of 24, 7 and 16 tokens; labels are passed to the model."""
 
 
-@pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
-@pytest.mark.parametrize("run_options", VARIABLE.values(), ids=VARIABLE)
-def test_variable_length_microbatches_equal_megatron(
-    farm: Farm, tmp_path: Path, run_options: dict[str, Any], schedule: str
-) -> None:
-    plain = run_library(farm, tmp_path, "verl", None, ranks=2, **run_options)
+@pytest.mark.parametrize(
+    ("case", "schedule"),
+    [
+        *((case, "v-half") for case in VARIABLE),
+        ("lengths and numbers of sequences, MTP", "zb-h1"),
+        *(
+            pytest.param(case, "zb-h1", marks=pytest.mark.slow)
+            for case in ("lengths", "lengths, tied", "numbers of sequences")
+        ),
+    ],
+)
+def test_variable_length_microbatches_equal_megatron(farm: Farm, case: str, schedule: str) -> None:
+    run_options = VARIABLE[case]
+    plain = run_library(farm, "verl", None, ranks=2, **run_options)
     options = {"vocab_parallel": True}
-    package_run = run_library(
-        farm, tmp_path, "verl", schedule, options=options, ranks=2, **run_options
-    )
-    assert_equal_results(join_rows(package_run), join_rows(plain))
+    package_run = run_library(farm, "verl", schedule, options=options, ranks=2, **run_options)
+    assert_equal_results(join_library_rows(package_run), join_library_rows(plain))
 
 
 OF_LOGITS = {
@@ -302,17 +185,15 @@ OF_LOGITS = {
         for number, (name, run_options) in enumerate(OF_LOGITS.items())
     ],
 )
-def test_library_loss_from_logits_equals_megatron(
-    farm: Farm, tmp_path: Path, run_options: dict[str, Any]
-) -> None:
+def test_library_loss_from_logits_equals_megatron(farm: Farm, run_options: dict[str, Any]) -> None:
     """Log-probabilities, entropy and a policy loss of variable-length microbatches."""
-    plain = run_library(farm, tmp_path, "verl", None, **run_options)
+    plain = run_library(farm, "verl", None, **run_options)
     for schedule in ("v-half", "zb-h1"):
         package_run = run_library(
-            farm, tmp_path, "verl", schedule, options={"vocab_parallel": True}, **run_options
+            farm, "verl", schedule, options={"vocab_parallel": True}, **run_options
         )
         assert "output_layer.weight" not in package_run.parameters  # each rank has some rows
-        assert_equal_results(join_rows(package_run), join_rows(plain))
+        assert_equal_results(join_library_rows(package_run), join_library_rows(plain))
         assert list(map(len, package_run.logit_results)) == [8, 4, 8]
         for package_results, megatron_results in zip(
             sum(package_run.logit_results, []), sum(plain.logit_results, []), strict=True
@@ -333,37 +214,31 @@ def test_library_loss_from_logits_equals_megatron(
     ],
 )
 def test_unsupported_losses_from_logits_are_rejected(
-    farm: Farm, tmp_path: Path, run_options: dict[str, Any], message: str
+    farm: Farm, run_options: dict[str, Any], message: str
 ) -> None:
     options = {"vocab_parallel": True}
     with pytest.raises(AssertionError, match=message):
-        run_library(
-            farm, tmp_path, "verl", "v-half", options=options, reads_logits="call", **run_options
-        )
+        run_library(farm, "verl", "v-half", options=options, reads_logits="call", **run_options)
 
 
-def test_extended_embedding_and_output_layer_without_vocabulary_parallelism(
-    farm: Farm, tmp_path: Path
-) -> None:
+def test_extended_embedding_and_output_layer_without_vocabulary_parallelism(farm: Farm) -> None:
     """Megatron-Bridge extends the embedding and output layer of Gemma 2 after construction."""
-    plain = run_library(farm, tmp_path, "bridge", None, ranks=2)
+    plain = run_library(farm, "bridge", None, ranks=2)
     extends = ["scaled", "capped"]
-    extended = run_library(farm, tmp_path, "bridge", None, ranks=2, extends=extends)
+    extended = run_library(farm, "bridge", None, ranks=2, extends=extends)
     assert abs(extended.losses[0][0] - plain.losses[0][0]) > 1e-3
     for schedule in ("v-half", "zb-h1"):
         assert_equal_results(
-            run_library(farm, tmp_path, "bridge", schedule, ranks=2, extends=extends), extended
+            run_library(farm, "bridge", schedule, ranks=2, extends=extends), extended
         )
 
 
-def test_scaled_embedding_with_vocabulary_parallelism(farm: Farm, tmp_path: Path) -> None:
-    extended = run_library(farm, tmp_path, "bridge", None, ranks=2, extends=["scaled"])
+def test_scaled_embedding_with_vocabulary_parallelism(farm: Farm) -> None:
+    extended = run_library(farm, "bridge", None, ranks=2, extends=["scaled"])
     for schedule in ("v-half", "zb-h1"):
         options, run_options = {"vocab_parallel": True}, {"extends": ["scaled"]}
-        package_run = run_library(
-            farm, tmp_path, "bridge", schedule, options=options, ranks=2, **run_options
-        )
-        assert_equal_results(join_rows(package_run), extended)
+        package_run = run_library(farm, "bridge", schedule, options=options, ranks=2, **run_options)
+        assert_equal_results(join_library_rows(package_run), extended)
 
 
 CHANGED = {
@@ -386,12 +261,12 @@ CHANGED = {
     ],
 )
 def test_changed_embedding_or_output_layer_is_rejected(
-    farm: Farm, tmp_path: Path, what: str, schedule: str
+    farm: Farm, what: str, schedule: str
 ) -> None:
     """All ranks report one message, even if only the rank of the last stage found the change."""
     options = {"vocab_parallel": True}
     with pytest.raises(AssertionError, match=CHANGED[what]) as failed:
-        run_library(farm, tmp_path, "bridge", schedule, options=options, ranks=2, extends=[what])
+        run_library(farm, "bridge", schedule, options=options, ranks=2, extends=[what])
     message = str(failed.value)
     assert [f"rank {rank}: exit code 1" in message for rank in range(2)] == [True] * 2
     if what != "shifted":  # detected during a step
