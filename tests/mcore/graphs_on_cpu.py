@@ -5,21 +5,16 @@ That memory is a pool as in CUDA's allocator: memory without references is given
 captured tensor, in this graph or in a later one. Code that keeps a result after a later replay
 overwrites it has wrong numbers, and a run that compares numbers detects it.
 
-`start` is a plugin of the farm. If Transformer Engine's Python is available, its
-`make_graphed_callables` captures the graphs; otherwise `make_graphed_callables` below, which keeps
-and drops the same tensors. Megatron captures its graphs itself, and drops the tensors that TE would
-allow it to drop.
+`start` is a plugin of the farm with Transformer Engine's Python, whose `make_graphed_callables`
+captures the graphs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import sys
-import types
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -194,132 +189,6 @@ def make_weak_ref(value: Any) -> Any:
     return tree_map(lambda x: pool.unowned(x) if isinstance(x, Tensor) else x, value)
 
 
-class _Replayed(torch.autograd.Function):
-    """TE's `Graphed`: copies inputs, replays, and returns views of the graph's memory."""
-
-    @staticmethod
-    def forward(ctx, captured, *inputs):
-        ctx.captured = captured
-        for static, current in zip(captured.inputs, inputs, strict=False):
-            if static.data_ptr() != current.data_ptr():
-                static.data.copy_(current)
-        captured.forward.replay()
-        return tuple(output.detach() for output in captured.outputs)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        captured = ctx.captured
-        for static, current in zip(captured.grad_outputs, grads, strict=True):
-            static.copy_(current)
-        captured.backward.replay()
-        clones = [False] * len(captured.inputs) + [True] * len(captured.parameters)
-        gradients = [
-            gradient
-            if gradient is None
-            else gradient.detach().clone()
-            if clone
-            else gradient.detach()
-            for gradient, clone in zip(captured.grad_inputs, clones, strict=True)
-        ]
-        return None, *gradients
-
-
-class _Captured:
-    """The state of one layer's graphs of one microbatch."""
-
-    def __init__(self, function: Any, args: Sequence[Tensor], options: dict[str, Tensor]) -> None:
-        self.function, self.args, self.options = function, args, options
-        self.inputs = [*args, *options.values()]
-        self.parameters = [
-            parameter for parameter in function.parameters() if parameter.requires_grad
-        ]
-        self.forward, self.backward = Graph(), Graph()
-
-    def capture_forward(self) -> None:
-        with capturing(self.forward):
-            outputs = self.function(*self.args, **self.options)
-        self.outputs, self.form = tree_flatten(outputs)
-
-    def capture_backward(self) -> None:
-        self.grad_outputs = [torch.empty_like(output) for output in self.outputs]
-        inputs_with_grad = [
-            tensor for tensor in (*self.inputs, *self.parameters) if tensor.requires_grad
-        ]
-        original_grads = [tensor.grad for tensor in inputs_with_grad]
-        for tensor in inputs_with_grad:
-            tensor.grad = None
-        with capturing(self.backward):
-            torch.autograd.backward(self.outputs, self.grad_outputs)
-        grads = {id(tensor): tensor.grad for tensor in inputs_with_grad}
-        for tensor, grad in zip(inputs_with_grad, original_grads, strict=True):
-            tensor.grad = grad
-        self.grad_inputs = [grads.get(id(tensor)) for tensor in (*self.inputs, *self.parameters)]
-        # The outputs are needed no more, nor a parameter's gradient, which a replay copies.
-        self.outputs = make_weak_ref(self.outputs)
-        many = len(self.inputs)
-        self.grad_inputs[many:] = make_weak_ref(self.grad_inputs[many:])
-
-    def __call__(self, *args: Tensor, **options: Any) -> Any:
-        option_values = [options[name] for name in self.options]
-        outputs = _Replayed.apply(self, *args, *option_values, *self.parameters)
-        return tree_unflatten(list(outputs), self.form)
-
-    def reset(self) -> None:
-        self.forward.reset()
-        self.backward.reset()
-
-
-def make_graphed_callables(
-    callables: Sequence[Any],
-    sample_args: Sequence[Any],
-    *,
-    sample_kwargs: Sequence[dict[str, Any]],
-    _order: Sequence[int],
-    _num_layers_per_chunk: Sequence[int],
-    num_warmup_iters: int,
-    **unused: Any,
-) -> tuple[_Captured, ...]:
-    """Capture in `_order`, and drop tensors at the same time as TE does.
-
-    TE assumes that the gradient of a chunk's input has been sent or read when the next B ends.
-    """
-    microbatches = len(_order) // len(_num_layers_per_chunk) // 2
-    first, captured = [], []
-    first_callable = 0
-    for layers in _num_layers_per_chunk:
-        first.append(len(captured))
-        for _ in range(microbatches):
-            for layer in range(layers):
-                number = len(captured)
-                layer_function = callables[first_callable + layer]
-                captured.append(
-                    _Captured(layer_function, sample_args[number], sample_kwargs[number])
-                )
-        first_callable += layers
-    last_captured = None
-    num_captured = {True: [0] * len(first), False: [0] * len(first)}
-    for entry in _order:
-        chunk, is_forward = abs(entry) - 1, entry > 0
-        layers = _num_layers_per_chunk[chunk]
-        start = first[chunk] + num_captured[is_forward][chunk] * layers
-        num_captured[is_forward][chunk] += 1
-        if is_forward:
-            for captured_layer in captured[start : start + layers]:
-                captured_layer.capture_forward()
-            continue
-        following = None
-        for captured_layer in reversed(captured[start : start + layers]):
-            captured_layer.capture_backward()
-            if following is not None:
-                following.grad_inputs = make_weak_ref(following.grad_inputs)
-            following = captured_layer
-        if last_captured is not None:
-            last_captured.grad_inputs = make_weak_ref(last_captured.grad_inputs)
-        last_captured = following
-    assert num_captured[True] == num_captured[False] == [microbatches] * len(first)
-    return tuple(captured)
-
-
 def _printing(original: Callable[..., Any]) -> Callable[..., Any]:
     def capture(*args: Any, **options: Any) -> Any:
         print(PRINTED + json.dumps(options["_order"]), flush=True)
@@ -328,56 +197,9 @@ def _printing(original: Callable[..., Any]) -> Callable[..., Any]:
     return capture
 
 
-class _Norm(torch.autograd.Function):
-    """torch's layer norm, which saves its input in Python as TE's and apex's do.
-
-    Megatron keeps the tensors saved by such a function until B has been captured, and no others.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps):
-        normed, mean, deviation = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
-        ctx.save_for_backward(x, weight, bias, mean, deviation)
-        return normed
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight, bias, mean, deviation = ctx.saved_tensors
-        arguments = gradient, x, weight.shape, mean, deviation, weight, bias, [True] * 3
-        return *torch.ops.aten.native_layer_norm_backward(*arguments), None
-
-
 def copy_nothing() -> None:
     """Have W read static tensors, which TE lends to other microbatches."""
     graphs.Capture._own = lambda capture, value: value
-
-
-def check_nothing() -> None:
-    """The same, unnoticed."""
-    copy_nothing()
-    graphs.Capture.check = lambda capture, memory: None
-
-
-def run_layer_by_layer() -> None:
-    """Make every layer run its job of a W when TE calls it."""
-    put, run = graphs.Capture.put, graphs.Capture._run
-
-    def put_apart(capture: Any, layer: Any, job: Any, parameters: Any) -> None:
-        job.of = layer
-        put(capture, layer, job, parameters)
-
-    def run_apart(capture: Any, layer: Any) -> None:
-        layer_jobs, other_jobs = defaultdict(list), defaultdict(list)
-        for key, jobs in capture._jobs.items():
-            for deferred_job in jobs:
-                (layer_jobs if deferred_job[0].of is layer else other_jobs)[key].append(
-                    deferred_job
-                )
-        capture._jobs = layer_jobs
-        run(capture, layer)
-        capture._jobs = other_jobs
-
-    graphs.Capture.put, graphs.Capture._run = put_apart, run_apart
 
 
 def capture_last_whole() -> None:
@@ -387,8 +209,6 @@ def capture_last_whole() -> None:
 
 CARELESS = {
     "static tensors": copy_nothing,
-    "static tensors, unnoticed": check_nothing,
-    "layer by layer": run_layer_by_layer,
     "last whole": capture_last_whole,
 }
 """Mutations that change the numbers, by the setting that enables them."""
@@ -423,7 +243,9 @@ def start(rank: int, setting: Any) -> None:
     The values of `given` are not copied.
     """
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer import cuda_graphs, transformer_layer
+    from megatron.core.transformer import cuda_graphs
+    from transformer_engine.pytorch import graph
+    from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
 
     # The generators that graphs can replay are CUDA's; nothing here draws numbers within one.
     initialize = random.initialize_rng_tracker
@@ -440,42 +262,16 @@ def start(rank: int, setting: Any) -> None:
     torch.cuda.CUDAGraph, torch.cuda.graph = Graph, capturing
     torch.cuda.memory_snapshot = lambda *unused: pool.segments()
     torch.cuda.is_current_stream_capturing = lambda: _Recorder.runs
-    if cuda_graphs.HAVE_TE_GRAPHS:
-        from transformer_engine.pytorch import graph
-        from transformer_engine.pytorch.attention.dot_product_attention import (
-            dot_product_attention,
-        )
-
-        graph.make_weak_ref = make_weak_ref
-        graph._graph_pool_handle = lambda: POOL_ID
-        graph.graph_safe_rng_available = lambda: False
-        dot_product_attention.is_graph_capturing = lambda: False  # it would require such generators
-    else:
-        cuda_graphs.HAVE_TE_GRAPHS = True
-        cuda_graphs.make_graphed_callables = make_graphed_callables
-        cuda_graphs.te_set_capture_start = cuda_graphs.te_set_capture_end = lambda: None
-        for module in (cuda_graphs, transformer_layer):
-            module.is_te_min_version = lambda *unused, **options: True
-        given_args = transformer_layer.TransformerLayer._get_te_cuda_graph_replay_args
-
-        def masked(layer: Any, *args: Any, **options: Any) -> Any:
-            # Megatron omits the mask, and TE's attention is causal.
-            if "attention_mask" in options and options["attention_mask"] is None:
-                hidden = args[0] if args else options["hidden_states"]
-                length = hidden.shape[0]
-                mask = torch.ones(hidden.shape[1], 1, length, length, dtype=torch.bool)
-                options["attention_mask"] = mask.triu(1)
-            return given_args(layer, *args, **options)
-
-        transformer_layer.TransformerLayer._get_te_cuda_graph_replay_args = masked
-        for name in ("transformer_engine", "transformer_engine.pytorch"):
-            sys.modules[name] = types.ModuleType(name)  # imported to test whether it exists
+    graph.make_weak_ref = make_weak_ref
+    graph._graph_pool_handle = lambda: POOL_ID
+    graph.graph_safe_rng_available = lambda: False
+    dot_product_attention.is_graph_capturing = lambda: False  # it would require such generators
     cuda_graphs.make_graphed_callables = _printing(cuda_graphs.make_graphed_callables)
     watch_messages()
     if setting in CARELESS:
         CARELESS[setting]()
-    elif setting in ("messages", "jobs"):
-        original_kept, careless = GraphMemory.kept, {"messages": Tensor, "jobs": list}[setting]
+    elif setting == "messages":
+        original_kept = GraphMemory.kept
         GraphMemory.kept = lambda memory, value: (
-            value if isinstance(value, careless) else original_kept(memory, value)
+            value if isinstance(value, Tensor) else original_kept(memory, value)
         )

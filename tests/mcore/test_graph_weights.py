@@ -10,7 +10,7 @@ import pytest
 import torch
 from mcore.farm import Ended, Farm
 from mcore.parity import assert_same_bits
-from mcore.test_graphs import GRAPHS, MODEL, MODULES, PLUGIN, SMALL, captured_orders
+from mcore.test_graphs import GRAPHS, MODEL, MODULES, PLUGIN, SMALL, TE, captured_orders
 from mcore.test_te_training import EXPERTS, LATENT, MODELS
 from packaging.version import Version
 from torch import nn
@@ -35,7 +35,6 @@ from megatron_vshape.mcore.split.te_layers import JobStore, StoreError
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.weight_jobs import GatheringJob
 
-TE = "--transformer-impl transformer_engine --attention-backend unfused"
 EIGHT_RANKS = (
     "--pipeline-model-parallel-size 4 --num-layers 16 --use-distributed-optimizer "
     "--overlap-grad-reduce"
@@ -129,16 +128,6 @@ class TestTraining:
             for order in captured_orders(package_run)
         )
 
-    @pytest.mark.slow
-    def test_without_linear_layers_there_is_no_w(self, trained: Trained) -> None:
-        package_run, plain = trained("v-half", EXPERTS, modules="moe_router moe_preprocess")
-        assert_same_bits(package_run.check(), plain)
-        assert all(
-            signed_chunk == int(signed_chunk)
-            for order in captured_orders(package_run)
-            for signed_chunk in order
-        )
-
 
 class TestHazards:
     """Hazards that change results or end the run if the code ignores them."""
@@ -153,27 +142,6 @@ class TestHazards:
         package_run, _ = trained("v-half", EIGHT_RANKS, given="last whole", ranks=8, fused=True)
         assert package_run.codes != [0] * 8
         assert any("CUDA graphs were captured for BW" in text for text in package_run.output)
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("flags_text", "options"),
-        [
-            ("", {"given": "static tensors, unnoticed"}),
-            (SHARED_SEQUENCE, {"given": "layer by layer"}),
-        ],
-    )
-    def test_results_differ_with_careless_code(
-        self, trained: Trained, flags_text: str, options: dict[str, Any]
-    ) -> None:
-        package_run, plain = trained("v-half", flags_text, **options)
-        package_parameters, plain_parameters = (
-            package_run.check().merged("parameters"),
-            plain.merged("parameters"),
-        )
-        assert any(
-            not torch.equal(package_parameters[name], plain_parameters[name])
-            for name in plain_parameters
-        )
 
 
 def _rows(name: str, ranks: int, microbatches: int) -> list[tuple[int, list[ChunkPass]]]:

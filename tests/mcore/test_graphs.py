@@ -5,16 +5,13 @@ referred to it would change the results of the same run without graphs.
 """
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from mcore.conftest import UNTIED
 from mcore.farm import Ended, Farm
 from mcore.graphs_on_cpu import POOL_ID, PRINTED
-from mcore.parity import assert_same_bits
+from mcore.parity import UNTIED, assert_same_bits
 from megatron import core
 from megatron.core.transformer import cuda_graphs
 from torch import nn
@@ -36,7 +33,7 @@ from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.graph_memory import GraphMemory
 from megatron_vshape.runtime.weight_jobs import GatheringJob
 
-PLUGIN = Path(__file__).with_name("graphs_on_cpu.py")
+PLUGIN = "graphs_on_cpu"
 MODEL = f"--bf16 --train-iters 3 --clip-grad 0 {UNTIED} --eval-iters 1 --eval-interval 2"
 SMALL = "--num-layers 4 --global-batch-size 4"
 """Layers and microbatches for two ranks."""
@@ -67,45 +64,7 @@ def rows_of(schedule: str, ranks: int, microbatches: int) -> list[list[int]]:
 SIGNS = {Kind.F: 1, Kind.B: -1, Kind.BW: -1}
 
 MODULES = "--cuda-graph-scope" if core.__version__.startswith("0.17.") else "--cuda-graph-modules"
-SCOPES = {
-    ("v-half", "layers"): "",
-    ("v-zb", "attention"): f"{MODULES} attn",
-    ("zb-h1", "mlp"): f"{MODULES} mlp",
-}
-
-
-@pytest.mark.parametrize(("schedule", "scope"), SCOPES)
-def test_graph_replays_equal_passes(
-    farm: Farm, train: Callable[..., Ended], schedule: str, scope: str
-) -> None:
-    flags = [*f"--pipeline-schedule {schedule} {MODEL} {SMALL}".split()]
-    graphs = [*GRAPHS.split(), *SCOPES[schedule, scope].split()]
-    package_run = farm.run(2, *flags, *graphs, plugin=PLUGIN).check()
-    assert_same_bits(package_run, train(2, *flags))
-    assert captured_orders(package_run) == rows_of(schedule, 2, 4)
-    assert "a CUDA graph replays them with B" in package_run.output[0]
-
-
-class TestWithoutCopies:
-    flags = (*f"--pipeline-schedule v-half {MODEL} {SMALL} {GRAPHS}".split(),)
-
-    def test_a_message_is_overwritten(self, farm: Farm) -> None:
-        careless = farm.run(2, *self.flags, plugin=PLUGIN, given="messages")
-        assert any("was overwritten while it was under way" in text for text in careless.output)
-
-    def test_a_job_with_overwritten_inputs_changes_losses(
-        self, farm: Farm, train: Callable[..., Ended]
-    ) -> None:
-        modules = [MODULES, "mlp"]  # attention's last weight reads its gradient
-        careless = farm.run(2, *self.flags, *modules, plugin=PLUGIN, given="jobs").check()
-        careless_losses, plain_losses = (
-            careless.record["losses"],
-            train(2, *self.flags[:-4]).record["losses"],
-        )
-        assert (
-            careless_losses[:2] == plain_losses[:2]
-        )  # one without graphs, one whose forwards are replayed
-        assert careless_losses[2] != plain_losses[2]
+slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize("settings", [{"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}])
@@ -116,21 +75,32 @@ def test_the_graphs_that_megatron_captures_are_rejected(settings: dict[str, obje
     check_config(SimpleNamespace(**disabled))
 
 
-slow = pytest.mark.slow
+TE = "--transformer-impl transformer_engine --attention-backend unfused"
+OPTIONS = f"--pipeline-split-graphs off {TE} {MODEL} {SMALL}"
 
 
 @pytest.mark.parametrize(
-    "modules", ["", pytest.param("attn", marks=slow), pytest.param("mlp", marks=slow)]
+    ("schedule", "modules"),
+    [
+        ("v-half", ""),
+        pytest.param("v-zb", "attn", marks=pytest.mark.slow),
+        pytest.param("zb-h1", "mlp", marks=pytest.mark.slow),
+    ],
 )
-def test_transformer_engine_captures_and_replays_them(te_farm: Farm, modules: str) -> None:
-    te = "--transformer-impl transformer_engine --attention-backend unfused"
-    options = f"--pipeline-split-graphs off {te} {MODEL} {SMALL}"
-    flags = f"--pipeline-schedule v-half {options}".split()
-    scope = ["--cuda-graph-modules", modules] if modules else []
+def test_graph_replays_equal_passes(te_farm: Farm, schedule: str, modules: str) -> None:
+    flags = f"--pipeline-schedule {schedule} {OPTIONS}".split()
+    scope = [MODULES, modules] if modules else []
     package_run = te_farm.run(2, *flags, *GRAPHS.split(), *scope, plugin=PLUGIN).check()
     plain = te_farm.run(2, *flags).check()
     assert_same_bits(package_run, plain)
-    assert captured_orders(package_run) == rows_of("v-half", 2, 4)
+    assert captured_orders(package_run) == rows_of(schedule, 2, 4)
+    assert "a CUDA graph replays them with B" in package_run.output[0]
+
+
+def test_a_message_without_a_copy_is_overwritten(te_farm: Farm) -> None:
+    flags = f"--pipeline-schedule v-half {OPTIONS} {GRAPHS}".split()
+    careless = te_farm.run(2, *flags, plugin=PLUGIN, given="messages")
+    assert any("was overwritten while it was under way" in text for text in careless.output)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,14 +3,25 @@
 import functools
 import importlib
 import inspect
+import sys
 from contextlib import nullcontext
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from mcore.farm import Farm
 from mcore.ranks import run_ranks
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import TransformerConfig
+from torch import nn
+
+from megatron_vshape.mcore.split import linear_layers
+from megatron_vshape.mcore.split.linear_layers import make_split_linear, mark_gathered
+from megatron_vshape.mcore.step_state import StepState
+from megatron_vshape.runtime import weight_jobs
 
 SIZE, TOKENS = 4, 6  # of the full sequence
 
@@ -20,8 +31,6 @@ def record_calls(module: Any, product: str) -> list[str]:
 
     A gather completes when it starts, so overwriting its result at once is detected.
     """
-    import torch.distributed as dist
-
     calls: list[str] = []
     gather, compute = dist.all_gather_into_tensor, getattr(module, product)
 
@@ -40,9 +49,8 @@ def record_calls(module: Any, product: str) -> list[str]:
     return calls
 
 
-def record_all_reduces(layers: Any, calls: list[str]) -> None:
+def record_all_reduces(calls: list[str]) -> None:
     """Record the all-reduces that this rank starts in its backwards, and their waits."""
-    import torch.distributed as dist
 
     def noted(start: Any) -> Any:
         def started(*args: Any, async_op: bool = False, **options: Any) -> Any:
@@ -81,18 +89,6 @@ def two_layers(
     Both gather into the same global buffer in F, so a job that retained the buffer would read the
     other layer's input. With `beside`, the second B runs the jobs of the first.
     """
-    from megatron_vshape.mcore import cpu
-
-    cpu.install()
-    import torch
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import layers
-
-    from megatron_vshape.mcore.split import linear_layers
-    from megatron_vshape.mcore.split.linear_layers import make_split_linear
-    from megatron_vshape.mcore.step_state import StepState
-
     parallel_state._set_global_memory_buffer()
     upstream = layers.LinearWithGradAccumulationAndAsyncCommunication
     state = StepState(splits_backward=True)
@@ -100,7 +96,7 @@ def two_layers(
     state.tracker = SimpleNamespace(add=retained.append)  # type: ignore[assignment]
     function: Any = make_split_linear(state, layers, upstream)
     generator = torch.Generator().manual_seed(rank)
-    weights = [torch.nn.Parameter(torch.randn(SIZE, SIZE, generator=generator)) for _ in range(2)]
+    weights = [nn.Parameter(torch.randn(SIZE, SIZE, generator=generator)) for _ in range(2)]
     rows = TOKENS // 2 if sequence_parallel else TOKENS
     results, outputs, inputs = [], [], []
     for microbatch in range(2):
@@ -117,7 +113,7 @@ def two_layers(
         outputs.append(function.apply(part.contiguous(), weights[1], *options))
         inputs.append(x)
     calls = record_calls(linear_layers, "accumulate_weight_grad")
-    record_all_reduces(layers, calls)
+    record_all_reduces(calls)
     for microbatch, output in enumerate(outputs):
         if split:
             with state.jobs.collect(microbatch, 0 if overlaps_jobs and microbatch else None):
@@ -136,7 +132,7 @@ def run_two_layers(farm: Farm, *args: bool) -> Any:
     return run_ranks(farm, 2, two_layers, *args)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_split_gradients_equal_megatron(farm: Farm, sequence_parallel: bool) -> None:
     full_results = run_two_layers(farm, sequence_parallel, False)
     split_results = run_two_layers(farm, sequence_parallel, True)
@@ -155,7 +151,7 @@ def test_split_gradients_equal_megatron(farm: Farm, sequence_parallel: bool) -> 
         assert calls == [*backwards, *[*gathers, "product", "product"] * 2]
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_all_reduce_overlaps_with_deferred_wgrad(farm: Farm, sequence_parallel: bool) -> None:
     separate_results = run_two_layers(farm, sequence_parallel, True)
     overlapped_results = run_two_layers(farm, sequence_parallel, True, True)
@@ -172,18 +168,6 @@ def test_all_reduce_overlaps_with_deferred_wgrad(farm: Farm, sequence_parallel: 
 
 def row_parallel_layer(rank: int, split: bool) -> tuple[list[list[float]], list[int]]:
     """Return the gradients and the retained elements of a layer with a scattered output."""
-    from megatron_vshape.mcore import cpu
-
-    cpu.install()
-    import torch
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import layers
-    from megatron.core.transformer import TransformerConfig
-
-    from megatron_vshape.mcore.split.linear_layers import make_split_linear, mark_gathered
-    from megatron_vshape.mcore.step_state import StepState
-
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     state = StepState(splits_backward=True)
     retained: list[torch.Tensor] = []
@@ -203,7 +187,7 @@ def row_parallel_layer(rank: int, split: bool) -> tuple[list[list[float]], list[
         2 * SIZE,
         3,
         config=config,
-        init_method=torch.nn.init.ones_,
+        init_method=nn.init.ones_,
         bias=False,
         input_is_parallel=True,
         skip_bias_add=False,
@@ -272,12 +256,6 @@ class WiderOutput(torch.autograd.Function):
 
 @pytest.mark.parametrize("is_megatrons", [False, True])
 def test_output_with_another_dtype(is_megatrons: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("megatron.core")
-    from megatron.core.tensor_parallel import layers
-
-    from megatron_vshape.mcore.split.linear_layers import make_split_linear
-    from megatron_vshape.mcore.step_state import StepState
-
     state = StepState(splits_backward=True)
     upstream: Any = WiderOutput
     if is_megatrons:
@@ -291,7 +269,7 @@ def test_output_with_another_dtype(is_megatrons: bool, monkeypatch: pytest.Monke
     for split in (False, True):
         generator = torch.Generator().manual_seed(0)
         input = torch.randn(6, SIZE, generator=generator).bfloat16().requires_grad_()
-        weight = torch.nn.Parameter(torch.randn(3, SIZE, generator=generator).bfloat16())
+        weight = nn.Parameter(torch.randn(3, SIZE, generator=generator).bfloat16())
         output = function.apply(input, weight, *options)
         assert output.dtype == torch.float32
         with state.jobs.collect(0) if split else nullcontext():
@@ -306,28 +284,20 @@ def test_output_with_another_dtype(is_megatrons: bool, monkeypatch: pytest.Monke
 
 def gradients_under_autocast(rank: int, dtype: torch.dtype, split: bool) -> list[list[float]]:
     """Return the gradients of an fp32 layer whose forward ran under CPU autocast."""
-    from megatron_vshape.mcore import cpu
-
-    cpu.install()
-    from megatron.core.tensor_parallel import layers
-
-    from megatron_vshape.mcore.split.linear_layers import make_split_linear
-    from megatron_vshape.mcore.step_state import StepState
-
     megatron_function = layers.LinearWithGradAccumulationAndAsyncCommunication
     layers.custom_bwd = functools.partial(torch.amp.custom_bwd, device_type="cpu")
 
     class Upstream(megatron_function):  # type: ignore[misc, valid-type]
         forward = staticmethod(
-            torch.amp.custom_fwd(unwrap_autocast(megatron_function.forward), device_type="cpu")
+            torch.amp.custom_fwd(inspect.unwrap(megatron_function.forward), device_type="cpu")
         )
-        backward = staticmethod(layers.custom_bwd(unwrap_autocast(megatron_function.backward)))
+        backward = staticmethod(layers.custom_bwd(inspect.unwrap(megatron_function.backward)))
 
     state = StepState(splits_backward=True)
     function: Any = make_split_linear(state, layers, Upstream)
-    weight = torch.nn.Parameter(torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(1)))
+    weight = nn.Parameter(torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(1)))
     x = torch.randn(TOKENS, 1, SIZE, generator=torch.Generator().manual_seed(2)).to(dtype)
-    bias = torch.nn.Parameter(torch.ones(SIZE))
+    bias = nn.Parameter(torch.ones(SIZE))
     x.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         output = function.apply(x, weight, *trailing_arguments(Upstream, bias=bias))
@@ -338,12 +308,9 @@ def gradients_under_autocast(rank: int, dtype: torch.dtype, split: bool) -> list
     return [tensor.grad.flatten().tolist() for tensor in (x, weight, bias)]
 
 
-def unwrap_autocast(function: Any) -> Any:
-    """Return the function inside autocast's decorators."""
-    return inspect.unwrap(function)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
+)
 def test_wgrad_uses_autocast_of_the_forward(farm: Farm, dtype: torch.dtype) -> None:
     full_gradients, split_gradients = (
         run_ranks(farm, 1, gradients_under_autocast, dtype, is_split) for is_split in (False, True)
@@ -353,12 +320,6 @@ def test_wgrad_uses_autocast_of_the_forward(farm: Farm, dtype: torch.dtype) -> N
 
 def record_kernels(rank: int) -> tuple[list[str], list[list[float]]]:
     """Return the kernels that full and split backwards call with apex on a GPU."""
-    import sys
-    from types import ModuleType
-
-    from megatron_vshape.mcore import cpu
-
-    cpu.install()
     called: list[str] = []
 
     def accumulate(input: torch.Tensor, grad_output: torch.Tensor, total: torch.Tensor) -> None:
@@ -368,12 +329,6 @@ def record_kernels(rank: int) -> tuple[list[str], list[list[float]]]:
     apex: Any = ModuleType("fused_weight_gradient_mlp_cuda")
     apex.wgrad_gemm_accum_fp32 = apex.wgrad_gemm_accum_fp16 = accumulate
     sys.modules[apex.__name__] = apex
-    from megatron.core.tensor_parallel import layers
-
-    from megatron_vshape.mcore.split import linear_layers
-    from megatron_vshape.mcore.step_state import StepState
-    from megatron_vshape.runtime import weight_jobs
-
     importlib.reload(layers)  # it looks for apex when it is imported
     assert layers._grad_accum_fusion_available
     weight_jobs._addmm_has_out_dtype = lambda: True  # as from torch 2.10 on
@@ -383,10 +338,10 @@ def record_kernels(rank: int) -> tuple[list[str], list[list[float]]]:
     weight_jobs._KERNELS[add_wide] = lambda *unused: called.append("torch")
     state = StepState(splits_backward=True)
     upstream = layers.LinearWithGradAccumulationAndAsyncCommunication
-    function: Any = linear_layers.make_split_linear(state, layers, upstream)
+    function: Any = make_split_linear(state, layers, upstream)
     sums = []
     for split in (False, True):
-        weight: Any = torch.nn.Parameter(torch.ones(SIZE, SIZE, dtype=torch.bfloat16))
+        weight: Any = nn.Parameter(torch.ones(SIZE, SIZE, dtype=torch.bfloat16))
         weight.main_grad = torch.zeros(SIZE, SIZE)
         x = torch.ones(TOKENS, 1, SIZE, dtype=torch.bfloat16).requires_grad_()
         output = function.apply(
@@ -416,13 +371,6 @@ WHOLE = {
 
 def full_backward_in_a_pass(rank: int) -> dict[tuple[bool, bool], tuple[bool, bool, float]]:
     """Return whether full backwards leave a gradient, DDP's mark, and the main_grad sum."""
-    from megatron_vshape.mcore import cpu
-
-    cpu.install()
-    from megatron.core.tensor_parallel import layers
-
-    from megatron_vshape.mcore.split.linear_layers import make_split_linear
-    from megatron_vshape.mcore.step_state import StepState
 
     def accumulate(input: torch.Tensor, grad_output: torch.Tensor, total: torch.Tensor) -> None:
         total.add_(grad_output.t().matmul(input))
@@ -432,11 +380,11 @@ def full_backward_in_a_pass(rank: int) -> dict[tuple[bool, bool], tuple[bool, bo
     results = {}
     for runs, fused in WHOLE:
         state = StepState(splits_backward=True, running_chunk=0 if runs else None)
-        weight: Any = torch.nn.Parameter(torch.ones(SIZE, SIZE))
+        weight: Any = nn.Parameter(torch.ones(SIZE, SIZE))
         weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(SIZE, SIZE), False
         arguments = {
             "gradient_accumulation_fusion": fused,
-            "tp_group": torch.distributed.group.WORLD,
+            "tp_group": dist.group.WORLD,
         }
         x = torch.ones(TOKENS, 1, SIZE, requires_grad=True)
         function: Any = make_split_linear(state, layers, upstream)

@@ -3,15 +3,18 @@
 torch replaces the compiled extension (te_on_cpu); all other code is the same as on a GPU.
 """
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
-import torch
-from mcore import fp8_unquantized
-from mcore.conftest import UNTIED, needs_hybrid
-from mcore.farm import Ended, Farm
-from mcore.parity import assert_close_gradients, assert_same_bits
+from mcore.conftest import needs_hybrid
+from mcore.farm import Ended, Farm, Train
+from mcore.parity import (
+    FP8,
+    RECOMPUTE,
+    UNTIED,
+    assert_close_gradients,
+    assert_same_bits,
+    losses,
+    relative,
+)
 
 TE = (
     "--transformer-impl transformer_engine --attention-backend unfused --clip-grad 0 "
@@ -45,12 +48,8 @@ MODELS = {
     "selective recompute": (
         "--recompute-granularity selective --recompute-modules mlp layernorm --disable-bias-linear"
     ),
-    "full recompute": (
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    ),
+    "full recompute": RECOMPUTE,
 }
-
-Train = Callable[..., Ended]
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +60,13 @@ def train(te_farm: Farm) -> Train:
     """
     finished: dict[str, Ended] = {}
 
-    def run(flags: str, plugin: str | None = None) -> Ended:
+    def run(flags: str, plugin: str = "") -> Ended:
         if flags not in finished:
             without = () if UNFUSED in flags else (UNFUSED,)
-            path = None if plugin is None else Path(plugin)
             ranks, batch = (4, 8) if TWO_BY_TWO in flags else (2, 4)
             sizes = ("--global-batch-size", str(batch))
             finished[flags] = te_farm.run(
-                ranks, *TE.split(), *sizes, *flags.split(), without=without, plugin=path
+                ranks, *TE.split(), *sizes, *flags.split(), without=without, plugin=plugin
             )
         return finished[flags].check()
 
@@ -79,10 +77,7 @@ def assert_gradients_equal(package_run: Ended, megatron_run: Ended) -> None:
     names = megatron_run.by_place("gradients")
     assert any("layer_norm_weight" in name for name, *_ in names)  # TE's fused layers
     assert_close_gradients(package_run, megatron_run, view=Ended.by_place)
-    for package_loss, megatron_loss in zip(
-        package_run.record["losses"], megatron_run.record["losses"], strict=True
-    ):
-        assert package_loss == pytest.approx(megatron_loss, rel=1e-6)
+    assert relative(losses(package_run), losses(megatron_run)) <= 1e-6
 
 
 @pytest.mark.parametrize(
@@ -109,11 +104,7 @@ def test_gradients_equal_1f1b(train: Train, model: str, schedule: str) -> None:
 def test_bucket_is_reduced_in_the_w_that_completes_it(train: Train, fusion: str) -> None:
     flags = f"--pipeline-schedule v-half {TWO_BY_TWO} {fusion}"
     overlapping, unoverlapped = train(f"{flags} {OVERLAP}"), train(flags)
-    for overlapped_record, unoverlapped_record in zip(
-        overlapping.records, unoverlapped.records, strict=True
-    ):
-        for name, gradient in unoverlapped_record["gradients"].items():
-            assert torch.equal(overlapped_record["gradients"][name], gradient), name
+    assert_same_bits(overlapping, unoverlapped, ["gradients"], Ended.by_place)
     for step in (0, 1):
         where = {
             where
@@ -141,27 +132,25 @@ def test_slices_equal_unsliced_microbatches_to_rounding(train: Train, model: str
     """Slices use a bottom-right causal mask and add weight gradients in parts."""
     megatron_run = train(f"--pipeline-schedule 1f1b {MODELS[model]} {UNFUSED}")
     package_run = train(f"--pipeline-schedule v-zb --pipeline-slices 4 {MODELS[model]} {UNFUSED}")
+    assert_gradients_within(package_run, megatron_run, 2e-2 if model == "bf16" else 1e-5)
+    losses_of_runs = losses(package_run), losses(megatron_run)
+    assert relative(*losses_of_runs) <= (1e-2 if model == "bf16" else 1e-6)
+
+
+def assert_gradients_within(package_run: Ended, megatron_run: Ended, tolerance: float) -> None:
+    """Compare gradients, with the largest number of each as the unit."""
     expected, actual = megatron_run.by_place("gradients"), package_run.by_place("gradients")
     assert expected.keys() == actual.keys()
-    max_difference = 2e-2 if model == "bf16" else 1e-5
     for name, gradient in expected.items():
         difference = (actual[name] - gradient).abs().max() / gradient.abs().max()
-        assert difference <= max_difference, (name, difference)
-    for package_loss, megatron_loss in zip(
-        package_run.record["losses"], megatron_run.record["losses"], strict=True
-    ):
-        assert package_loss == pytest.approx(megatron_loss, rel=1e-2 if model == "bf16" else 1e-6)
+        assert difference <= tolerance, (name, difference)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("v-half", marks=pytest.mark.slow)])
 def test_slices_accumulate_with_is_first_microbatch(train: Train, schedule: str) -> None:
     """TE's backward of the first microbatch would overwrite main_grad in the next slices."""
-    fused = f"{MODELS['fused']} {fp8_unquantized.FLAGS}"
-    megatron_run = train(f"--pipeline-schedule 1f1b {fused}", plugin=fp8_unquantized.__file__)
+    fused = f"{MODELS['fused']} {FP8}"
+    megatron_run = train(f"--pipeline-schedule 1f1b {fused}", plugin="plugins:fp8_unquantized")
     flags = f"--pipeline-schedule {schedule} --pipeline-slices 2 {fused}"
-    package_run = train(flags, plugin=fp8_unquantized.__file__)
-    expected, actual = megatron_run.by_place("gradients"), package_run.by_place("gradients")
-    assert expected.keys() == actual.keys()
-    for name, gradient in expected.items():
-        difference = (actual[name] - gradient).abs().max() / gradient.abs().max()
-        assert difference <= 1e-5, (name, difference)
+    package_run = train(flags, plugin="plugins:fp8_unquantized")
+    assert_gradients_within(package_run, megatron_run, 1e-5)

@@ -5,27 +5,22 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from mcore import fp8_unquantized
 from mcore import test_graphs as graphs
-from mcore.conftest import UNTIED, needs_hybrid
+from mcore.conftest import needs_hybrid
 from mcore.farm import Ended, Farm
-from mcore.parity import assert_same_bits
-from torch import Tensor, nn
-
-pytest.importorskip("megatron.training")
-
+from mcore.parity import FP8, UNTIED, assert_same_bits
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.multi_token_prediction import (
     MTPLossAutoScaler,
     MTPLossLoggingHelper,
 )
+from torch import Tensor, nn
 
 from megatron_vshape import lower, make
 from megatron_vshape.core.program.instructions import Await, Receive, Run
@@ -37,7 +32,6 @@ from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.step import rewind
 
 WARMUP = "--pipeline-warmup"
-SLOW_FIRST_CALL = Path(__file__).with_name("slow_first_call.py")
 
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss "
@@ -81,28 +75,26 @@ MAMBA = (
     "--mamba-num-groups 2"
 )
 GRAPHS = (
-    f"v-half {graphs.MODEL} {graphs.SMALL} --train-iters 4 "
+    f"v-half {graphs.OPTIONS} --train-iters 4 "
     "--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 1"
 )
-PLUGINS = {
-    "Mamba layers": (MAMBA, "mamba_on_cpu.py", needs_hybrid),
-    "graphs captured after a step": (GRAPHS, "graphs_on_cpu.py", ()),
-}
-"""Runs whose GPU kernels or graphs are emulated: flags and the file of the emulation."""
 
 
-@pytest.mark.parametrize(
-    ("flags", "name"),
-    [pytest.param(*values[:2], id=case, marks=values[2]) for case, values in PLUGINS.items()],
-)
-def test_training_with_stand_ins_equals_training_without_warmup(
-    farm: Farm, flags: str, name: str
-) -> None:
-    plugin = Path(__file__).with_name(name)
-    words = (*STEPS, "--pipeline-schedule", *flags.split())
+@needs_hybrid
+def test_mamba_layers_equal_those_without_warmup(farm: Farm) -> None:
+    compare(farm, f"--pipeline-schedule {MAMBA}", "mamba_on_cpu")
+
+
+def test_graphs_equal_those_without_warmup(te_farm: Farm) -> None:
+    run = compare(te_farm, f"--pipeline-schedule {GRAPHS}", "graphs_on_cpu")
+    assert "a CUDA graph replays them" in run.output[0]
+
+
+def compare(farm: Farm, flags: str, plugin: str) -> Ended:
+    words = (*STEPS, *flags.split())
     without, run = (farm.run(2, *words, *more, plugin=plugin).check() for more in ((), (WARMUP,)))
     assert_equal(run, without)
-    assert ("a CUDA graph replays them" in run.output[0]) == ("--cuda-graph-impl" in words)
+    return run
 
 
 def assert_equal(run: Ended, without: Ended) -> None:
@@ -121,7 +113,7 @@ def test_first_calls_run_at_the_same_time(farm: Farm) -> None:
     """8 stages of a layer: 8 sleeps one after the other without warm-up, 2 per rank with it."""
     flags = ("--pipeline-schedule", "v-half", "--train-iters", "2", UNTIED)
     cold, warm = (
-        farm.run(4, *flags, *warmup, plugin=SLOW_FIRST_CALL, given=SLEEP_S).check()
+        farm.run(4, *flags, *warmup, plugin="plugins:slow_first_call", given=SLEEP_S).check()
         for warmup in ((), (WARMUP,))
     )
     cold_s, warm_s = map(first_step_s, (cold, warm))
@@ -143,15 +135,7 @@ def first_step_s(run: Ended) -> float:
 
 def test_te_layers_mark_the_first_microbatch_again(te_farm: Farm) -> None:
     """A CPU has no FP8 kernels: their scales are tested in `test_snapshot_restores_state`."""
-    flags = (
-        *("--transformer-impl", "transformer_engine", "--attention-backend", "unfused"),
-        *("--pipeline-schedule", "v-half", *STEPS, *fp8_unquantized.FLAGS.split()),
-    )
-    plugin = Path(fp8_unquantized.__file__)
-    without, run = (
-        te_farm.run(2, *flags, *more, plugin=plugin).check() for more in ((), (WARMUP,))
-    )
-    assert_equal(run, without)
+    compare(te_farm, f"{graphs.TE} --pipeline-schedule v-half {FP8}", "plugins:fp8_unquantized")
 
 
 class Fp8Meta:
