@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from faults.conftest import Inject, Tally
 from faults.test_killed import EVERY_TWO, FIVE, assert_continues
-from mcore.farm import Ended, Farm
+from mcore.farm import Farm, Train
 
+slow = pytest.mark.slow
 DATA, INDEX, TRACKER = "iter_0000004/__2_0", "iter_0000004/.metadata", "latest_checkpointed"
 
 
 @pytest.mark.parametrize(
     ("what", "rank", "file"),
     [
-        ("full disk", 2, DATA),
         ("full disk", 0, INDEX),
-        ("full disk", 0, TRACKER),
         ("killed writer", 2, DATA),
-        ("killed writer", 0, INDEX),
-        ("killed writer", 0, TRACKER),
+        pytest.param("full disk", 2, DATA, marks=slow),
+        pytest.param("full disk", 0, TRACKER, marks=slow),
+        pytest.param("killed writer", 0, INDEX, marks=slow),
+        pytest.param("killed writer", 0, TRACKER, marks=slow),
     ],
 )
 def test_previous_checkpoint_still_loads(
     farm: Farm,
-    train: Callable[..., Ended],
+    train: Train,
     inject: Inject,
     tally: Tally,
     tmp_path: Path,

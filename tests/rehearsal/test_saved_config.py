@@ -280,7 +280,9 @@ BY_HAND = """
 """.split()
 
 
-@pytest.mark.parametrize("layers", ["local", "transformer_engine"])
+@pytest.mark.parametrize(
+    "layers", ["local", pytest.param("transformer_engine", marks=pytest.mark.slow)]
+)
 def test_a_saved_run_takes_the_bytes_of_the_same_flags(
     request: pytest.FixtureRequest, warm: Warm, tmp_path: Path, layers: str
 ) -> None:
