@@ -1,7 +1,7 @@
 """Without a schedule, environment and arguments are as without this package.
 
 Ranks with a schedule get their variables before Megatron's checks can start CUDA, with one line in
-the log. In tests of launchers, a fake torch prints its environment and ends the rank.
+the log.
 """
 
 import json
@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,6 @@ import pytest
 from megatron_vshape.environment import format_settings, missing_settings, required_settings
 
 ROOT = Path(__file__).parents[2]
-TORCH = """
-import json, os, sys
-
-if sys.argv[0] != "-m":  # else Python only looks for torch.distributed.run in it
-    print("ENVIRONMENT", json.dumps(dict(os.environ)), flush=True)
-    sys.exit()
-"""
-TORCHRUN = """
-import os, sys
-
-script = next(at for at, each in enumerate(sys.argv) if at and each.endswith(".py"))
-os.execv(sys.executable, [sys.executable, *sys.argv[script:]])
-"""
-SRUN = 'while [ "$1" != bash ]; do shift; done\nSLURM_NODEID=0 exec "$@"'
-# The installation is never changed: a train.sh that tries to install ends there.
-PYTHON = '#!/bin/sh\n[ "$2" = pip ] && { test "$3" = --version; exit; }\nexec REAL "$@"'
 SEGMENTS = "expandable_segments:True"
 # Never in a rank's environment: processes that it starts would inherit them.
 OF_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -88,77 +72,17 @@ RUNS = [
     f"{MODEL}--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1",
 ]
 
-Start = Callable[[Path, Mapping[str, str]], str]
-"""Starts a rank with this environment and returns its output."""
-
 
 def run(command: list[str], environment: Mapping[str, str]) -> str:
     process = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     return process.stdout + process.stderr
 
 
-def write(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
-    return path
-
-
-def train(folder: Path, environment: Mapping[str, str]) -> str:
-    """scripts/train.sh, in a checkout whose Python environment is made already."""
-    files = ("pyproject.toml", "constraints.txt")
-    for name in ("scripts", *files):
-        (folder / name).symlink_to(ROOT / name)
-    stamp = "".join((ROOT / name).read_text() for name in files)
-    write(folder / ".venv" / ".installed-with-megatron-search-draw", stamp)
-    write(folder / ".venv/bin/python", PYTHON.replace("REAL", sys.executable))
-    data = folder / "data"
-    write(folder / "data.bin", "")
-    write(folder / "data.idx", "")
-    started = ["bash", str(folder / "scripts" / "train.sh"), "--data-path", str(data)]
-    return run([*started, "--verbose"], environment)
-
-
-def slurm(folder: Path, environment: Mapping[str, str]) -> str:
-    """The batch script, whose srun starts one node's command here."""
-    pytest.importorskip("pydantic")
-    write(folder / "bin" / "srun", f"#!/bin/bash\n{SRUN}")
-    write(folder / "bin" / "scontrol", "#!/bin/bash\necho here")
-    slurm_variables = {
-        "PATH": f"{folder / 'bin'}{os.pathsep}{environment['PATH']}",
-        "PYTHON": sys.executable,
-        "RUN_DIR": str(folder),
-        "SLURM_JOB_ID": "1",
-        "SLURM_JOB_NODELIST": "here",
-        "SLURM_SUBMIT_DIR": str(ROOT),
-    }
-    batch = ROOT / "scripts" / "slurm" / "pretrain_gpt.sbatch"
-    model = ROOT / "configs" / "models" / "gpt_9_6b.yaml"
-    return run(["bash", str(batch), str(model)], {**environment, **slurm_variables})
-
-
-def sweep(folder: Path, environment: Mapping[str, str]) -> str:
-    """A sweep, whose script may be somebody else's that imports torch first."""
-    pytest.importorskip("submitit")
-    script = write(folder / "theirs.py", "import torch")
-    cluster = "Cluster.model_construct(nodes=1, devices_per_node=1, backend='gloo')"
-    job = f"Job([{str(script)!r}], Path({str(folder)!r}), RunPart(timeout_minutes=1), {cluster})"
-    code = f"from pathlib import Path\nfrom megatron_vshape.tuning.worker import *\nrun_job({job})"
-    said = run([sys.executable, "-c", code], environment)
-    return said + (folder / "node0.log").read_text()
-
-
 @pytest.fixture
-def clean(tmp_path: Path) -> dict[str, str]:
-    """Return an environment without any of the variables, with the printing torch."""
-    write(tmp_path / "fake/torch/__init__.py", TORCH)
-    write(tmp_path / "fake/torch/distributed/__init__.py", "")
-    write(tmp_path / "fake/torch/distributed/run.py", TORCHRUN)
+def clean() -> dict[str, str]:
+    """Return an environment without any of the variables."""
     package_names = {*EVERYTHING, *OF_ALLOCATOR}
-    inherited = {
-        k: v for k, v in os.environ.items() if k not in package_names and not k.startswith("SLURM")
-    }
-    return {**inherited, "PYTHONPATH": f"{tmp_path / 'fake'}{os.pathsep}{ROOT}"}
+    return {k: v for k, v in os.environ.items() if k not in package_names}
 
 
 def found_by(said: str) -> dict[str, str]:
@@ -169,14 +93,6 @@ def found_by(said: str) -> dict[str, str]:
     return {
         name: value for name, value in environment.items() if name in {*EVERYTHING, *OF_ALLOCATOR}
     }
-
-
-@pytest.mark.parametrize("start", [train, slurm, sweep])
-@pytest.mark.parametrize("users", [{}, OF_THE_USER], ids=["none", "some"])
-def test_launcher_does_not_set_the_environment_of_the_ranks(
-    start: Start, users: dict[str, str], tmp_path: Path, clean: dict[str, str]
-) -> None:
-    assert found_by(start(tmp_path, clean | users)) == users
 
 
 @pytest.fixture(scope="module")
@@ -191,8 +107,9 @@ def megatron(folder: Path, *arguments: str) -> Any:
 
     Where the first argument is no script's, it is that of Python.
     """
-    program = write(folder / "program.py", PROGRAM.replace("RUNS", repr(RUNS)))
-    write(folder / "sitecustomize.py", (ROOT / "megatron_vshape.pth").read_text())
+    program = folder / "program.py"
+    program.write_text(PROGRAM.replace("RUNS", repr(RUNS)))
+    (folder / "sitecustomize.py").write_text((ROOT / "megatron_vshape.pth").read_text())
     told_here = (*EVERYTHING, *OF_ALLOCATOR, "PYTEST_CURRENT_TEST")
     inherited = {k: v for k, v in os.environ.items() if k not in told_here}
     rank_variables = {

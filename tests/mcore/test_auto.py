@@ -2,27 +2,19 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from mcore.conftest import UNTIED
-from mcore.farm import Ended, Farm
-from mcore.parity import assert_same_bits, assert_same_training
+from mcore.farm import Farm, Train
+from mcore.parity import TWO, UNTIED, assert_same_bits, assert_same_training
 from mcore.rejections import rejection
 from mcore.test_bad_input import rejection_text
-from mcore.test_training import TWO
 
 from megatron_vshape.core.compiling import processors
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.schedule import load_schedule
-from megatron_vshape.playground.answer import make_answer
-from megatron_vshape.playground.request import parse_request
-
-Train = Callable[..., Ended]
 
 SIX = ("--train-iters", "6")
-EIGHT = ("--num-layers", "8", *TWO)
 KIB = 1024
 
 
@@ -42,11 +34,11 @@ def costs_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("schedule", ["auto", "v-half+"])
+@pytest.mark.parametrize("schedule", ["auto", pytest.param("v-half+", marks=pytest.mark.slow)])
 def test_planned_from_costs_trains_like_1f1b(train: Train, schedule: str, costs_file: Path) -> None:
-    megatron_run = train(4, "--pipeline-schedule", "1f1b", *TWO)
+    megatron_run = train(4, "--pipeline-schedule", "1f1b", *TWO.split())
     package_run = train(
-        4, "--pipeline-schedule", schedule, "--pipeline-costs", str(costs_file), *TWO
+        4, "--pipeline-schedule", schedule, "--pipeline-costs", str(costs_file), *TWO.split()
     )
     assert_same_training(package_run, megatron_run)
     assert f"pipeline schedule {schedule}, 4 ranks" in package_run.output[0]
@@ -60,7 +52,7 @@ def test_auto_plans_and_trains_a_zigzag_of_four_chunks(
     """Losses and parameters equal 1F1B bit for bit; the costs are for a V."""
     path = tmp_path / "costs.json"
     path.write_text(Costs.uniform(2, 4, 1000, 1150, 850, 50).to_json())
-    exact = ("--clip-grad", "0", UNTIED, *TWO)
+    exact = ("--clip-grad", "0", UNTIED, *TWO.split())
     megatron_run = train(2, "--pipeline-schedule", "1f1b", *exact)
     plan = ("--pipeline-schedule", "auto", "--pipeline-costs", str(path))
     package_run = train(2, *plan, *flags, *exact)
@@ -73,32 +65,12 @@ def layers_of(names: Iterable[str]) -> set[int]:
     return {int(match[1]) for name in names if (match := re.search(r"layers\.(\d+)\.", name))}
 
 
-@pytest.mark.slow
-def test_the_playgrounds_plan_trains_from_its_file(train: Train, tmp_path: Path) -> None:
-    """As the page's command line has it; the plan is a loop of four stages a rank."""
-    body = {
-        "want": "schedule-file",
-        "devices": 2,
-        "microbatches": 8,
-        "costs": {"forward": 1, "backward": 1.15, "weight": 0.85, "send": 0.05},
-        "schedule": {"source": "plan", "limit": 3},
-    }
-    path = tmp_path / "plan-within-3-chunks-d2-m8.json"
-    path.write_bytes(make_answer(parse_request(body), lambda _: None))
-    assert load_schedule(path).num_chunks == 4
-    megatron_run = train(2, "--pipeline-schedule", "1f1b", *EIGHT)
-    package_run = train(2, "--pipeline-schedule", str(path), *EIGHT)
-    assert_same_training(package_run, megatron_run)
-    assert re.search(r"virtual_pipeline_model_parallel_size \.+ 4\n", package_run.output[0])
-
-
 def test_auto_plans_again_from_profiled_steps(train: Train, farm: Farm, tmp_path: Path) -> None:
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *SIX)
     flags = ("--pipeline-profile-iterations", "2:3", "--pipeline-trace", str(tmp_path))
     limit = ("--pipeline-memory-limit", "0.05")
-    other_hosts = Path(__file__).parent / "other_hosts.py"
     package_run = farm.run(
-        4, "--pipeline-schedule", "auto", *flags, *limit, *SIX, plugin=other_hosts
+        4, "--pipeline-schedule", "auto", *flags, *limit, *SIX, plugin="plugins:other_hosts"
     ).check()
     assert_same_training(package_run, megatron_run)
     assert "measured costs: v-half step" in package_run.output[0]

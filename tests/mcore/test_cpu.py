@@ -1,9 +1,6 @@
 """The CPU mode: redirected functions, undoing it, and training Megatron under it."""
 
 import math
-import os
-import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -199,49 +196,3 @@ class TestGlooGroups:
         options._devices = [GLOO.create_default_device()]
         options._threads = 3
         assert GLOO(dist.HashStore(), 0, 1, options).options._threads == 3
-
-
-def train(*flags: object) -> dict[int, tuple[float, float]]:
-    """Return (loss, grad norm) of each iteration of a tiny model on 2 gloo ranks."""
-    command = """
-        -m torch.distributed.run --standalone --nproc-per-node 2 scripts/pretrain_gpt.py
-        --pipeline-schedule 1f1b --pipeline-model-parallel-size 2
-        --num-layers 2 --hidden-size 32 --num-attention-heads 4 --position-embedding-type rope
-        --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4
-        --mock-data --tokenizer-type NullTokenizer --vocab-size 127
-        --train-iters 3 --lr 1e-2 --min-lr 1e-2 --lr-decay-style constant
-        --eval-interval 100 --eval-iters 1 --log-interval 1 --num-workers 0
-        --attention-dropout 0 --hidden-dropout 0
-        --distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion
-        --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion
-    """.split()
-    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run(
-        [sys.executable, *command, *map(str, flags)],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stdout[-8000:]
-    assert "validation loss at iteration 3 on test set" in run.stdout
-    lines = re.findall(r"iteration +(\d+)/ .* lm loss: (\S+) .* grad norm: (\S+) ", run.stdout)
-    return {int(iteration): (float(loss), float(norm)) for iteration, loss, norm in lines}
-
-
-@pytest.mark.slow
-def test_megatron_trains_evaluates_saves_and_resumes(tmp_path: Path) -> None:
-    saved = tmp_path / "checkpoints"
-    uninterrupted = train(
-        "--save", saved, "--save-interval", 2, "--tensorboard-dir", tmp_path / "log"
-    )
-    assert list(uninterrupted) == [1, 2, 3]
-    assert all(math.isfinite(loss) and norm > 0 for loss, norm in uninterrupted.values())
-    assert uninterrupted[3][0] < uninterrupted[1][0]
-    assert any((tmp_path / "log").iterdir())
-
-    (saved / "latest_checkpointed_iteration.txt").write_text("2")
-    resumed = train("--load", saved)
-    assert resumed == {3: uninterrupted[3]}

@@ -10,11 +10,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-pytest.importorskip("megatron.training")
-
 import megatron.core
+import pytest
 
 import megatron_vshape
 from megatron_vshape.mcore.hook import ABSENT

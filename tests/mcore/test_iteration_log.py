@@ -1,22 +1,19 @@
 """Values in the log, TensorBoard and W&B under a V schedule, compared with Megatron's 1F1B."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from mcore.farm import Ended, Farm
+from mcore.farm import Farm, Train
+from mcore.parity import Scalars, logged_scalars
 
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.observe import iteration_log
 from megatron_vshape.mcore.observe.bubble import BubbleMeter, Figures
 from megatron_vshape.mcore.observe.iteration_log import IterationLog
 from megatron_vshape.runtime.measure import PassTimer
-
-Train = Callable[..., Ended]
-Scalars = dict[str, list[tuple[int, float]]]
 
 OURS = {"bubble", "predicted-bubble"}
 # Measured times, and what follows from them.
@@ -37,14 +34,6 @@ def of_tensorboard(folder: Path) -> Scalars:
         tag: [(scalar.step, scalar.value) for scalar in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
     }
-
-
-def of_wandb(run: Ended) -> Scalars:
-    scalars: Scalars = {}
-    for step, values in run.record["wandb"]:
-        for tag, value in values.items():
-            scalars.setdefault(tag, []).append((step, value))
-    return scalars
 
 
 def assert_equal_scalars(package_scalars: Scalars, megatron_scalars: Scalars) -> None:
@@ -68,7 +57,7 @@ def test_everything_that_is_logged_is_as_under_1f1b(train: Train, tmp_path: Path
         places = ("--tensorboard-dir", str(folder), "--wandb-save-dir", str(folder))
         run = train(4, "--pipeline-schedule", schedule, *FLAGS, *places)
         boards.append(of_tensorboard(folder))
-        wandbs.append(of_wandb(run))
+        wandbs.append(logged_scalars(run))
         assert all(not record["wandb"] for record in run.records[:-1])
         # Megatron's estimate is of its own order; the peaks of ours are told at the end
         assert ("Theoretical memory footprints" in run.output[0]) == (schedule == "1f1b")
@@ -131,7 +120,7 @@ def test_an_iteration_is_completed_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_loss_that_only_one_rank_has_is_logged(farm: Farm) -> None:
     # Megatron sums it over the pipeline, and leaves out a rank without such layers: a hang.
-    plugin = Path(__file__).with_name("indexer_on_one_rank.py")
+    plugin = "plugins:indexer_on_one_rank"
     flags = ("--pipeline-schedule", "v-half", "--dsa-indexer-loss-coeff", "0.01")
     run = farm.run(2, *flags, plugin=plugin, timeout_s=60).check()
     assert "indexer loss: 3.125000E-02" in run.output[1]  # 0.25, the mean over 8 layers

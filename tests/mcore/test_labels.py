@@ -7,8 +7,8 @@ import json
 import re
 from pathlib import Path
 
-from mcore.conftest import UNTIED
 from mcore.farm import Farm
+from mcore.parity import UNTIED
 
 from megatron_vshape.core.paper.catalogue import make
 

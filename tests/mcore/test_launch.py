@@ -5,10 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("megatron.training")
-
 SCRIPT = """
 import sys
 import helper_beside_the_script

@@ -3,9 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("megatron.core")
-
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout

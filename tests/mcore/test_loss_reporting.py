@@ -9,8 +9,6 @@ import torch.distributed as dist
 from mcore.farm import Farm
 from mcore.ranks import run_ranks
 
-pytest.importorskip("megatron.core")
-
 from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.step.losses import LossGatherer
 

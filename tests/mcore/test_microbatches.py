@@ -5,9 +5,6 @@ from argparse import Namespace
 import pytest
 from mcore.farm import Farm
 from mcore.test_bad_input import rejection_text
-
-pytest.importorskip("megatron.training")
-
 from megatron.core import num_microbatches_calculator as calculator
 
 from megatron_vshape.mcore.refusals import UnsupportedError

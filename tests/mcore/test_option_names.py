@@ -8,8 +8,6 @@ import pytest
 
 from megatron_vshape.mcore.options import OPTIONS, with_keywords
 
-pytest.importorskip("megatron.core")
-
 PROGRAM = """
 import json, sys
 import torch

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 from mcore.other_trainer import DeferredConfig
-from posting import streams_of
 
 from megatron_vshape.core.check import simulate
 from megatron_vshape.core.check.simulate import peak_held
@@ -26,13 +25,6 @@ from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.run_config import ScheduleChoice
 
 
-def test_plans_are_cached_per_number_of_microbatches() -> None:
-    planner = Planner(ScheduleChoice(4, "v-half"))
-    assert planner.plan_step(8) is planner.plan_step(8)
-    assert planner.plan_step(5).schedule.num_microbatches == 5
-    assert planner.evaluation_program(3) is planner.evaluation_program(3)
-
-
 @pytest.mark.parametrize("kernels", [False, True])
 def test_a_new_number_of_microbatches_is_simulated_once(
     kernels: bool, monkeypatch: pytest.MonkeyPatch
@@ -47,12 +39,6 @@ def test_a_new_number_of_microbatches_is_simulated_once(
         timeline = planner.plan_step(count).timeline
         assert timeline.schedule.num_microbatches == count
         assert len(ran) == 1
-
-
-def test_smallest_program_uses_all_streams() -> None:
-    for name in ("1f1b", "v-half"):
-        planner = Planner(ScheduleChoice(4, name))
-        assert streams_of(planner.smallest()) == streams_of(planner.plan_step(9).program)
 
 
 def test_schedule_file_rejects_another_number_of_microbatches(tmp_path: Path) -> None:

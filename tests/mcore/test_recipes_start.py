@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("megatron.training")
-
 from mcore.other_trainer import DeferredConfig
 from megatron.training.arguments import add_megatron_arguments
 from recipes import (

@@ -4,9 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("megatron.training")
-
 import torch
 from torch import nn
 

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from runtime.plain_pipeline import SHAPE, module_of, stages_for
-from runtime.ranks import run_ranks
+from runtime.plain_pipeline import module_of
 from runtime.test_program_runner import Everywhere, NoCarrier
 from torch.profiler import ProfilerActivity, profile
 
@@ -14,12 +13,10 @@ from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.instructions import Await, Program, Run
 from megatron_vshape.core.program.lowering import lower
 from megatron_vshape.runtime import weight_jobs
-from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import run_drain, run_program
 from megatron_vshape.runtime.weight_jobs import job_text, label, name_weights
 
 LABEL = re.compile(r"(wait )?(F|B|W|BW)\d+\.\d+|job .+")
-JOBS = ["job 8x16", "job 16x8"]  # of a stage's two linears, the last first
 
 
 class Shown(NamedTuple):
@@ -28,9 +25,6 @@ class Shown(NamedTuple):
     name: str
     start: float
     end: float
-
-    def holds(self, inner: "Shown") -> bool:
-        return self.start <= inner.start and inner.end <= self.end
 
 
 def shown(trace: profile) -> list[Shown]:
@@ -52,36 +46,6 @@ def row_of(program: Program, device: int) -> list[str]:
         elif isinstance(instruction, Await):
             texts.append(f"wait {instruction.message.work}")
     return texts
-
-
-def recorded(rank: int, name: str) -> list[Shown]:
-    """Run a step on this rank and return the labels of its trace."""
-    program = lower(make(name, 2, 3))
-    transport = Transport([[0, 1]], SHAPE, torch.float32, "cpu", timeout_s=20)
-    transport.prepare(program)
-    stages = stages_for(program.schedule, rank, 0, torch.float32)
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        run_program(program, rank, stages, transport)
-    transport.close()
-    return shown(trace)
-
-
-@pytest.mark.parametrize("name", ["v-half", "1f1b"])
-def test_trace_shows_every_pass_of_a_device(name: str) -> None:
-    program = lower(make(name, 2, 3))
-    for device, intervals in enumerate(run_ranks(2, recorded, name)):
-        outer = [interval for interval in intervals if not interval.name.startswith("job ")]
-        jobs = [interval for interval in intervals if interval.name.startswith("job ")]
-        assert [interval.name for interval in outer] == row_of(program, device)
-        assert any(interval.name.startswith("wait ") for interval in outer)
-        for former, later in zip(outer, outer[1:], strict=False):
-            assert former.end <= later.start
-        for interval in outer:
-            inside = [job.name for job in jobs if interval.holds(job)]
-            assert inside == (JOBS if interval.name.startswith("W") else [])
-        num_split = sum(interval.name.startswith("W") for interval in outer)
-        assert len(jobs) == 2 * num_split
-        assert (num_split > 0) == (name == "v-half")
 
 
 def test_drain_shows_its_waits() -> None:

@@ -28,29 +28,6 @@ def data_of(microbatch: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(4, 2, 5, generator=generator).to(dtype).requires_grad_()
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(5,), (7, 5), (4, 2, 5)])
-def test_without_a_bucket_the_layer_equals_a_linear(bias: bool, shape: tuple[int, ...]) -> None:
-    layer = make_linear(bias)
-    plain = nn.Linear(5, 3, bias=bias)
-    plain.load_state_dict(layer.state_dict())
-    x = torch.randn(shape, requires_grad=True)
-    y = x.detach().requires_grad_()
-    assert torch.equal(layer(x), plain(y))
-    layer(x).square().sum().backward()
-    plain(y).square().sum().backward()
-    torch.testing.assert_close(x.grad, y.grad, rtol=1e-6, atol=1e-6)
-    for actual, expected in zip(layer.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-6, atol=1e-6)
-
-
-def test_gradcheck_passes() -> None:
-    layer = make_linear(dtype=torch.float64)
-    x = torch.randn(4, 2, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x, w, b: torch.func.functional_call(
-        layer, {"weight": w, "bias": b}, (x,)), (x, layer.weight, layer.bias))  # fmt: skip
-
-
 @pytest.mark.parametrize(("dtype", "wide"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_jobs_equal_full_backwards_bitwise(dtype: torch.dtype, wide: bool) -> None:
     def run(split: bool) -> list[Tensor]:
