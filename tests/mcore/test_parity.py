@@ -394,9 +394,11 @@ NIGHTLY = {
             ("*-*-*-*-/*-", ""),
         )
     },
-    "hybrid, pattern by its old name": alone(
+    "hybrid, pattern by its old name": Case(
         "v-half --hybrid-override-pattern *-*-*-*-",
         ranks=2,
+        reference=f"{HYBRID} *-*-*-*-",
+        reference_ranks=1,
         lines=("renamed to hybrid_layer_pattern",),
     ),
     "split, zb-h1, last without layers": split("zb-h1", "3,4,4,0"),
