@@ -1,12 +1,8 @@
 """Plans in the playground: up to four stages per device; picture, command and training file."""
 
-import base64
 import functools
 import json
-import re
 import shlex
-import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +12,6 @@ from playground.answers import read_payload, request
 from megatron_vshape import Costs, Schedule, load_schedule, peak_held, simulate
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.check.simulate import held_curve
-from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.playground.answer import make_answer
 from megatron_vshape.playground.request import parse_request
 
@@ -109,31 +104,3 @@ def test_command_reproduces_the_plan_and_training_loads_it(tmp_path):
     planner = plans.Planner(choice.resolve_schedule(options.Options(str(path)), DEVICES))
     assert planner.plan_step(MICROBATCHES).schedule == schedule
     assert shown(costs=costs)["facts"]["train"] == ""  # the page names the file
-
-
-def test_plan_command_writes_html(tmp_path: Path, capsys):
-    path = tmp_path / "plan.html"
-    size = ["--devices", "3", "--microbatches", "9", "--cost", "1,1.15,.85,.05"]
-    assert main(["plan", *size, "--memory-limit", "4", "--html", str(path)]) == 0
-    page = path.read_text(encoding="utf-8")
-    data = json.loads(re.search(r'id="embedded">(.*?)</script>', page, re.DOTALL)[1])
-    unpacked = {
-        kind: zlib.decompress(base64.b64decode(text))
-        for kind, text in {**data["answers"], **data["texts"]}.items()
-    }
-    _, (header,) = read_payload(unpacked["timeline"])
-    schedule = Schedule.from_json(unpacked["schedule-file"].decode())
-    costs = regroup(Costs.uniform(3, 12, 1, 1.15, 0.85, 0.05), schedule.num_stages, "the plan")
-    assert header["numbers"]["makespan"] == simulate(schedule, costs).makespan
-    assert header["title"] == "Plan within 4 chunks"
-    facts = header["facts"]
-    assert facts["limit"] == 4
-    assert facts["base_peak"] == 6
-    assert facts["lower_bound"] <= header["numbers"]["makespan"]
-    assert facts["recipe"] == (
-        "plan --devices 3 --microbatches 9 --cost 1,1.15,.85,.05 --memory-limit 4"
-    )
-    assert "steps" not in data["answers"]
-    with_frontier = ["--frontier", str(tmp_path / "f.svg"), "--html", str(path)]
-    assert main(["plan", *size, *with_frontier]) == 2
-    assert "remove --html" in capsys.readouterr().err

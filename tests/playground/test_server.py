@@ -128,16 +128,6 @@ def test_files_are_simulated_and_returned(client):
     assert header["numbers"]["makespan"] == simulate(make("v-half", 4, 8)).makespan
 
 
-def test_four_steps_are_returned(client):
-    _, steps = read_payload(answer(client, request("steps")))
-    assert [step["title"] for step in steps] == [
-        "1  Building block",
-        "2  Repeated",
-        "3  Squeezed",
-        "4  Reordered",
-    ]
-
-
 # Requests that must be rejected
 
 

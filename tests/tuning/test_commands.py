@@ -82,23 +82,6 @@ def test_a_model_may_be_a_file_of_arguments(tmp_path: Path) -> None:
     assert {config.data_parallel for config in expand_grid(loaded).possible} == {2}
 
 
-def test_a_model_file_is_translated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96}
-    model = {"model_type": "mixtral", **experts, "num_nextn_predict_layers": 1}
-    with caplog.at_level("INFO"):
-        loaded = load_sweep(write_sweep(tmp_path, model=model))
-    (line,) = [
-        message
-        for message in caplog.messages
-        if "as Megatron's arguments: --num-layers 8" in message
-    ]
-    for words in ("--num-experts 4", "--moe-router-topk 2", "--moe-ffn-hidden-size 96"):
-        assert words in line
-    assert "--mtp-num-layers 1" in line
-    (config, *_) = expand_grid(loaded).possible
-    assert "--mock-data" in trainer_command(loaded, config)
-
-
 def test_without_a_model_the_command_must_follow(tmp_path: Path) -> None:
     with pytest.raises(SweepError, match="model is missing: name a model file or a file of argume"):
         swept(tmp_path)

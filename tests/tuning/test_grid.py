@@ -22,17 +22,6 @@ def reasons(folder: Path, **grid: Any) -> list[str]:
     ]
 
 
-def test_all_of_a_small_grid(tmp_path: Path) -> None:
-    expanded = expand_grid(load_sample(tmp_path))
-    assert [str(config) for config in expanded.possible] == [
-        "1f1b s64 gbs8 dp1 tp1 pp2 mbs1 even",
-        "1f1b s64 gbs8 dp1 tp1 pp2 mbs2 even",
-        "v-half s64 gbs8 dp1 tp1 pp2 mbs1 even",
-        "v-half s64 gbs8 dp1 tp1 pp2 mbs2 even",
-    ]
-    assert not expanded.dropped
-
-
 @pytest.mark.parametrize(
     ("grid", "reason"),
     [
@@ -86,12 +75,6 @@ def test_sweep_schedule_name_may_contain_the_number_of_chunks(tmp_path: Path) ->
 
 
 BALANCED = {**SWEEP["grid"], "schedule": ["v-half"], "layout": ["balanced"]}
-
-
-def test_additional_runs_keep_their_arguments(tmp_path: Path) -> None:
-    also = [{"schedule": "v-min", "pipeline_parallel": 2, "layout": "even", "arguments": ["--x"]}]
-    configs = expand_grid(load_sample(tmp_path, sweep={"also": also})).possible
-    assert str(configs[-1]) == "v-min s64 gbs8 dp1 tp1 pp2 mbs1 even --x"
 
 
 def test_vocabulary_parallelism_uses_the_auto_layout(tmp_path: Path) -> None:

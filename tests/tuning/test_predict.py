@@ -10,14 +10,13 @@ import pytest
 from tuning.counts import MIB, predictor_of
 from tuning.samples import CLUSTER, ROOT, SWEEP, load_sample
 
-from megatron_vshape import Costs, verify
+from megatron_vshape import Costs
 from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT
 from megatron_vshape.core.model.placement import looping, v_shape
 from megatron_vshape.core.model.schedule import Objective
-from megatron_vshape.core.planner.vocabulary import is_shared
 from megatron_vshape.rehearsal.gpus import MEASURED_GIB, Software
 from megatron_vshape.tuning import predictor as predicting
-from megatron_vshape.tuning.configurations import FULL, Layout, SweepError
+from megatron_vshape.tuning.configurations import Layout, SweepError
 from megatron_vshape.tuning.files import load_sweep
 from megatron_vshape.tuning.grid import expand_grid
 from megatron_vshape.tuning.machine import Machine
@@ -42,16 +41,6 @@ def test_shapes_are_counted_whatever_the_order_and_the_pipeline() -> None:
     """The paper's grid: three lengths, four sizes of TP, three of the microbatch."""
     configs = expand_grid(load_sweep(SWEEPS / "grid_98b_a100.yaml")).possible
     assert len({key_of_count(config) for config in configs}) <= 3 * 4 * 3 < len(configs) / 3
-
-
-def test_predictions_of_recompute_and_microbatch_size(tmp_path: Path) -> None:
-    loaded = load_sample(tmp_path)
-    predict = predictor_of(loaded)
-    one, two = expand_grid(loaded).possible[:2]
-    recompute_config = replace(one, recompute=FULL)
-    assert predict(one).bubble < predict(two).bubble  # type: ignore[operator]
-    assert predict(recompute_config).step_s > predict(one).step_s  # type: ignore[operator]
-    assert predict(recompute_config).peak_bytes < predict(one).peak_bytes
 
 
 def test_infeasible_limit_is_reported_in_gib(tmp_path: Path) -> None:
@@ -96,17 +85,6 @@ def test_vocabulary_parallelism_is_predicted(tmp_path: Path) -> None:
     ends = 2 * 4 * MIB * 64  # of the vocabulary, on the first rank of a V
     assert one.peak_bytes - two.peak_bytes > 0.5 * ends
     assert str(shared).endswith("vocab-parallel")
-
-
-def test_adaptive_plan_with_vocabulary_parallelism(tmp_path: Path) -> None:
-    grid = {**ADAPTIVE_GRID, "vocab_parallel": [True]}
-    loaded = load_sample(tmp_path, sweep={"grid": grid}, model=HEAVY)
-    (config,) = expand_grid(loaded).possible
-    prediction = predictor_of(loaded)(config)
-    assert prediction.fits
-    assert prediction.schedule is not None
-    assert is_shared(prediction.schedule)
-    verify(prediction.schedule)
 
 
 def test_multi_token_prediction_is_predicted(tmp_path: Path) -> None:

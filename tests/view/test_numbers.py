@@ -20,24 +20,6 @@ from megatron_vshape.view.numbers import (
 )
 
 
-@pytest.mark.parametrize(("name", "stages"), [("1f1b", 4), ("v-zb", 8)])
-def test_peak_in_bytes_is_relative_to_1f1b_in_bytes(name: str, stages: int) -> None:
-    activation_bytes = (8 * GIB / stages,) * stages
-    costs = Costs.of(
-        (1000.0,) * stages,
-        (1000.0,) * stages,
-        (1000.0,) * stages,
-        0.0,
-        activation_bytes,
-        activation_bytes,
-    )
-    numbers = numbers_of(simulate(make(name, 4, 8), costs), costs)
-    assert numbers.peak_bytes is not None
-    assert max(numbers.peak_bytes) == 8 * GIB
-    assert max(numbers.peak_chunks) == 8
-    assert numbers.relative_peak == 1
-
-
 @pytest.mark.parametrize(
     ("memory", "text"), [(2, "2"), (0.1 + 0.2, "0.3"), (6.40006717, "6.40007"), (1 / 3, "0.333334")]
 )
