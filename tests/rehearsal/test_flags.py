@@ -154,52 +154,6 @@ def test_variables_with_flags_are_split_into_words(tmp_path: Path) -> None:
     }
 
 
-BRANCHES = """
-#!/bin/bash
-SIZE=$1
-NODES=(--nproc_per_node 8 --nnodes 2)
-if [ $SIZE = 7B ]; then
-    LAYERS=32
-elif [[ "$SIZE" == 70* ]]; then
-    LAYERS=80
-    if [ -n "$2" ]; then
-        LAYERS=96
-    fi
-else
-    LAYERS=4
-fi
-case "${2:-bf16}" in
-    fp8)
-        KIND=(--bf16 "--fp8-format hybrid")
-        ;;
-    bf16|half)
-        KIND=(--bf16)
-        ;;
-esac
-if [ ! -f here ]; then
-    MORE="--swiglu"
-fi
-NVTE_X=1 torchrun "${NODES[@]}" pretrain_gpt.py --num-layers $LAYERS $MORE "${KIND[@]}" 2>&1 | tee a
-"""
-
-
-@pytest.mark.parametrize(
-    ("words", "flags"),
-    [
-        (["7B"], "--num-layers 32 --swiglu --bf16"),
-        (["70B"], "--num-layers 80 --swiglu --bf16"),
-        (["70B", "half"], "--num-layers 96 --swiglu --bf16"),
-        (["1B", "fp8", "--seq-length", "64"], "--num-layers 4 --swiglu --bf16 --fp8-format hybrid"),
-    ],
-)
-def test_only_the_branch_that_bash_runs_is_read(
-    tmp_path: Path, words: list[str], flags: str
-) -> None:
-    command = read_command([written(tmp_path, "train.sh", BRANCHES), *words])
-    assert command.flags == (*flags.split(), *words[2:])
-    assert command.environment == {"NVTE_X": "1"}
-
-
 SOURCED = """
 #!/bin/bash
 set -e
@@ -460,14 +414,6 @@ def test_a_module_of_megatron_is_its_script() -> None:
     assert command == Command("pretrain_gpt.py", ("--bf16",))
     started = read_command("python -m torch.distributed.run --nnodes 2 pretrain_gpt.py".split())
     assert started.script == "pretrain_gpt.py"
-
-
-def test_a_configuration_of_another_model_is_rejected(tmp_path: Path) -> None:
-    file = tmp_path / "run_config.yaml"
-    model = "_target_: bridge.models.Qwen3VLModelProvider\n  num_layers: 4"
-    file.write_text(f"model:\n  {model}\noptimizer: {{}}\n")
-    with pytest.raises(ScheduleError, match="trains a vision-language model"):
-        read_command([str(file)])
 
 
 MODEL_FILE = """
