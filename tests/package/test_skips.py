@@ -1,6 +1,5 @@
 """A test run may skip few tests, and only for hardware or an optional library."""
 
-import ast
 import os
 import subprocess
 import sys
@@ -50,16 +49,3 @@ def test_home_directory_is_temporary() -> None:
     assert home.parent == Path(tempfile.gettempdir())
     assert home.name.startswith("home-")
     assert Path(os.environ["XDG_CACHE_HOME"]) == home / ".cache"
-
-
-def test_tests_that_are_marked_slow_by_name_exist() -> None:
-    """A renamed test would lose its mark, and run every day."""
-    assignments = [
-        node
-        for node in ast.parse((TESTS / "conftest.py").read_text()).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SLOW"
-    ]
-    (slow,) = [ast.literal_eval(node.value) for node in assignments]
-    for file, tests in slow.items():
-        text = (TESTS / file).read_text()
-        assert [test for test in tests if f"def {test}(" not in text] == [], file

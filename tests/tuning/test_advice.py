@@ -14,6 +14,7 @@ from tuning.samples import load_sample, write_sweep
 
 from megatron_vshape.cli.main import main
 from megatron_vshape.core.budget import Budget
+from megatron_vshape.core.evaluation import evaluate_named
 from megatron_vshape.core.model.amounts import STATE_BYTES
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.pieces import Pieces
@@ -21,7 +22,6 @@ from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.model.stage_costs import StageCosts
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.request import PlanRequest, PlanResult
-from megatron_vshape.core.schedule_names import BaselineSpec
 from megatron_vshape.rehearsal import accuracy, report
 from megatron_vshape.rehearsal.command import Command, flag_changes
 from megatron_vshape.rehearsal.command_reader import read_command
@@ -237,8 +237,7 @@ def test_a_plan_like_1f1b_needs_the_memory_of_megatron_to_be_stock(
 
     def plan_1f1b(request: PlanRequest, budget: Budget) -> PlanResult:
         # As the search finds for these costs, but independent of its time limit.
-        result = plan_request(replace(request, name="1f1b"), budget)
-        return replace(result, baseline=BaselineSpec("1f1b"), is_megatrons=True)
+        return PlanResult.of_plan(evaluate_named("1f1b", request), ())
 
     monkeypatch.setattr("megatron_vshape.tuning.predictor.plan_request", plan_1f1b)
     pieces = Pieces(
