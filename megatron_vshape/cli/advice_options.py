@@ -34,7 +34,7 @@ from megatron_vshape.tuning.configurations import (
 )
 from megatron_vshape.tuning.machine import Machine
 from megatron_vshape.tuning.predictor import Counts, Predictor
-from megatron_vshape.tuning.proposals import propose
+from megatron_vshape.tuning.proposals import propose, proposed_command
 
 MOST_SHAPES = 16
 """Maximum number of configurations next to the command's to estimate."""
@@ -65,7 +65,7 @@ def compare(options: argparse.Namespace) -> tuple[Advice, Comparison]:
         command = with_batch(subject.command, machine.num_devices)
         if not command.has(FLAGS["pipeline_parallel"]):
             proposals = propose(replace(subject, command=command), machine)
-            command = proposals[0].command(subject)
+            command = proposed_command(proposals[0], subject)
             changes = ", ".join(flag_changes(subject.command, command))
             print(report.wrap_text(f"Proposed flags: {changes}"))
         subject = replace(subject, command=command)

@@ -7,7 +7,11 @@ from functools import cache
 from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.core.model.layers import even_with_ends
+from megatron_vshape.core.model.placement import looping
 from megatron_vshape.mcore.layout.sizes import costs_of_symbols, parameters_of, symbols_of
+from megatron_vshape.rehearsal.command import Command
+from megatron_vshape.rehearsal.megatron_layers import layers_of_command, with_layers
 from megatron_vshape.rehearsal.step_time import rates_of
 from megatron_vshape.tuning.configurations import (
     FLAGS,
@@ -17,6 +21,7 @@ from megatron_vshape.tuning.configurations import (
     Subject,
     configuration_of_command,
     faults,
+    layers_of_stages,
 )
 from megatron_vshape.tuning.machine import Machine
 from megatron_vshape.tuning.predictor import key_of_count
@@ -59,6 +64,17 @@ def propose(subject: Subject, machine: Machine) -> list[Configuration]:
             keys.add(key)
             proposals.append(config)
     return proposals
+
+
+def proposed_command(config: Configuration, subject: Subject) -> Command:
+    """Return the command of a proposal, with flags for layers that Megatron would not divide."""
+    command, ranks = config.command(subject), config.pipeline_parallel
+    if layers_of_command(command, subject.layers, ranks).layers is not None:
+        return command
+    layers = even_with_ends(subject.layers, ranks)
+    return with_layers(
+        command, layers or layers_of_stages(config, subject, looping(ranks, 1)), ranks
+    )
 
 
 def _configurations(subject: Subject, machine: Machine) -> Iterator[Configuration]:

@@ -11,11 +11,12 @@ from megatron_vshape.mcore.layout.sizes import parameters_of
 from megatron_vshape.rehearsal.command import Command
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.hf_config import flags_of_hf_config
+from megatron_vshape.rehearsal.megatron_layers import layers_of_command
 from megatron_vshape.tuning.configurations import Subject, faults
 from megatron_vshape.tuning.files import find_model, load_model, load_sweep
 from megatron_vshape.tuning.machine import Machine
 from megatron_vshape.tuning.predictor import key_of_count
-from megatron_vshape.tuning.proposals import propose
+from megatron_vshape.tuning.proposals import propose, proposed_command
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 
@@ -158,6 +159,17 @@ def test_proposed_sizes_are_possible_and_few(
     for config in proposals:
         assert not [*faults(config, subject, number, GPUS[gpu].node)]
         assert config.tensor_parallel == 2 or not flags
+
+
+def test_a_proposed_command_starts() -> None:
+    """94 layers do not divide among 16 ranks, but do with embedding and loss."""
+    subject = with_workload(load_model(find_model("qwen3_235b_a22b")), 64)
+    proposal, *_ = propose(subject, Machine(GPUS["h200"], 64))
+    assert proposal.pipeline_parallel == 16
+    assert layers_of_command(proposal.command(subject), 94, 16).layers is None
+    command = proposed_command(proposal, subject)
+    assert command.has("--account-for-loss-in-pipeline-split")
+    assert layers_of_command(command, 94, 16).layers == (5, *[6] * 14, 5)
 
 
 def test_larger_models_are_split_further() -> None:
