@@ -44,7 +44,7 @@ MOONLIGHT_RUN = f"""{MOONLIGHT} --swiglu --normalization RMSNorm --disable-bias-
 
 
 class Run(NamedTuple):
-    """A published run: preset, GPUs, flags, batch, sequence length, and what was measured."""
+    """A published run: preset, GPUs, flags, batch, sequence length, measured values."""
 
     model: str  # "": the flags describe it
     gpus: str

@@ -102,7 +102,7 @@ def _frontier_rows(
     for limit, plan in points:
         bound = number(plan.lower_bound / times, 6)
         by_memory.append((limit, plan.value, cells(plan, number(limit / units.chunk), bound)))
-    return rows + [row for *_, row in sorted(by_memory)]
+    return rows + [row for *_, row in sorted(by_memory, key=lambda row: row[:2])]
 
 
 def write_page(

@@ -58,7 +58,7 @@ class EvaluatedSchedule:
 
     @property
     def value(self) -> float:
-        """Makespan or span, as the objective says."""
+        """Makespan or span, by the objective."""
         return self.objective.of(self.timeline)
 
     @property

@@ -54,7 +54,7 @@ def _fields(kind: Any, *groups: Iterable[str]) -> dict[str, Any]:
 def _make_model(name: str, *fields: dict[str, Any]) -> type[BaseModel]:
     """Return a pydantic model of these fields; it ignores all others."""
     definitions = {name: field for part in fields for name, field in part.items()}
-    config = ConfigDict(strict=True, allow_inf_nan=False)
+    config = ConfigDict(allow_inf_nan=False)  # not strict: YAML reads 1e-05 as text
     return create_model(name, __config__=config, **definitions)
 
 

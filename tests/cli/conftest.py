@@ -1,6 +1,7 @@
 """Runs of the command line in this process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -12,20 +13,15 @@ Output = Callable[..., str]
 @pytest.fixture
 def output_of(capsys: pytest.CaptureFixture[str]) -> Output:
     """Return a function that runs a command, which must succeed, and returns its output."""
-
-    def run(*arguments: str) -> str:
-        assert main(arguments) == 0
-        return capsys.readouterr().out
-
-    return run
+    return lambda *arguments: _captured(capsys, arguments, 0).out
 
 
 @pytest.fixture
 def error_of(capsys: pytest.CaptureFixture[str]) -> Output:
     """Return a function that runs a command, which must be rejected, and returns its error."""
+    return lambda *arguments: _captured(capsys, arguments, 2).err
 
-    def run(*arguments: str) -> str:
-        assert main(arguments) == 2
-        return capsys.readouterr().err
 
-    return run
+def _captured(capsys: pytest.CaptureFixture[str], arguments: Sequence[str], status: int) -> Any:
+    assert main(arguments) == status
+    return capsys.readouterr()

@@ -1,6 +1,7 @@
 """Small plugins of the farm: each function changes Megatron or this package in a rank.
 
-A test names one as `plugin="plugins:NAME"`; the function gets the rank and what the test gives it.
+A test names one as `plugin="plugins:NAME"`; the function gets the rank and the
+test's arguments.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Case:
     common: str = TWO  # flags of both runs
     ranks: int = 4
     reference: str = MEGATRON  # flags of the other run; without a schedule, stock Megatron
-    reference_ranks: int = 0  # 0: as many
+    reference_ranks: int = 0  # 0: the same number
     tolerance: Tolerance = FP32
     gradients: tuple[float, float] | None = None  # relative and absolute tolerance
     exact: tuple[str, ...] = ()  # tensors that are equal bit by bit, as the losses then are
@@ -96,6 +96,9 @@ LATENT = (
     "--qk-pos-emb-head-dim 4 --v-head-dim 6 --normalization RMSNorm --disable-bias-linear"
 )
 SHARED_EXPERTS = f"{EXPERTS} --moe-shared-expert-intermediate-size 16"
+
+
+EARLY_STEP_IS_ON = "overlap_param_gather_with_optimizer_step ........ True"
 
 
 def placed(placement: Placement, flags: str = "") -> Case:
@@ -335,7 +338,10 @@ NIGHTLY = {
     },
     "shared experts": Case("v-half", f"{UNCLIPPED} {SHARED_EXPERTS}", gradients=(1e-5, 1e-7)),
     "overlapped shared experts": Case(
-        "v-half", f"{TWO} {UNTIED} {PIPELINE} {SHARED_EXPERTS} --moe-shared-expert-overlap", 2
+        "v-half",
+        f"{TWO} {UNTIED} {PIPELINE} {SHARED_EXPERTS} --moe-shared-expert-overlap",
+        2,
+        lines=("moe_shared_expert_overlap ....................... True",),
     ),
     **{
         f"latent attention, {rope}, {package}": Case(
@@ -360,6 +366,7 @@ NIGHTLY = {
         ranks=4,
         exact=("parameters",),
         view=Ended.by_place,
+        lines=(EARLY_STEP_IS_ON,),
     ),
     "early step, grouped-interleaved-1f1b": recomputed(
         "--overlap-param-gather-with-optimizer-step",
@@ -368,6 +375,7 @@ NIGHTLY = {
         ranks=4,
         exact=("parameters",),
         view=Ended.by_place,
+        lines=(EARLY_STEP_IS_ON,),
     ),
     "skipped iterations, slices": Case("v-zb --pipeline-slices 2", SKIPPED, 2),
     "skipped iterations, interleaved-1f1b": Case("interleaved-1f1b", SKIPPED, 2),
@@ -420,7 +428,7 @@ NIGHTLY = {
         "microbatch_group_size_per_vp_stage 5: ignored",
         "overlap_p2p_comm_warmup_flush: ignored",
     ),
-    "translated layout of half as many": translated(
+    "translated layout of four stages": translated(
         "v-min --pipeline-model-parallel-layout Et*2|t*4|t*4|t*4L",
         "pipeline_model_parallel_layout Et*2|t*4|t*4|t*4L: its 4 stages",
         layers="1,1,2,2,2,2,2,2",

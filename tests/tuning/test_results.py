@@ -1,5 +1,8 @@
 """Results file: no recorded result is lost, and other files are rejected."""
 
+import errno
+import fcntl
+import os
 import signal
 import sqlite3
 import subprocess
@@ -98,6 +101,26 @@ def test_recorded_results_survive_a_kill(tmp_path: Path) -> None:
         assert {str(number) for number in recorded} <= results.finished_keys()
 
 
+def test_reader_recovers_results_after_a_kill(tmp_path: Path) -> None:
+    """The first reader after a kill rolls the unfinished write back and loses no result."""
+    path, copy = tmp_path / "results.db", tmp_path / "copy.db"
+    with open_results(path) as results:
+        results.record("a", "test", RESULT)
+        results._connection.execute("PRAGMA cache_size = 1")
+        results._connection.execute("BEGIN IMMEDIATE")
+        for number in range(50):
+            results._connection.execute(
+                "INSERT INTO in_flight VALUES (?, ?)", (str(number), "x" * 5000)
+            )
+        for end in ("", "-journal"):
+            copy.with_name(copy.name + end).write_bytes(Path(f"{path}{end}").read_bytes())
+        results._connection.rollback()
+    assert copy.with_name("copy.db-journal").stat().st_size > 0
+    with read_results(copy) as results:
+        assert results.read({"a", "b"}) == [RESULT]
+        assert results.num_in_flight({"1"}) == 0
+
+
 def test_reading_does_not_create_or_lock_the_file(tmp_path: Path) -> None:
     path = tmp_path / "results.db"
     with pytest.raises(SweepError, match="there are no results yet"), read_results(path):
@@ -129,12 +152,21 @@ DAMAGED = r"results\.db is not a results file, or a damaged one"
             DAMAGED + r" \(Could not decode to UTF-8",
         ),
         (
+            lambda path: path.write_bytes(
+                path.read_bytes().replace(b"PRIMARY KEY", b"PRIMARY \xff\xff\xff")
+            ),
+            DAMAGED,
+        ),
+        (
             lambda path: sql(path, "DROP TABLE in_flight", "CREATE TABLE books (title TEXT)"),
             "a database, but not a results file of this version",
         ),
-        (lambda path: (path.unlink(), path.mkdir()), "cannot be written: unable to open database"),
+        (
+            lambda path: (path.unlink(), path.mkdir()),
+            "cannot be written: unable to open database file",
+        ),
     ],
-    ids=["text", "damaged text", "another program's", "folder"],
+    ids=["text", "damaged text", "damaged schema", "another program's", "folder"],
 )
 def test_other_files_are_rejected_unchanged(
     tmp_path: Path, damage: Callable[[Path], object], message: str
@@ -177,6 +209,35 @@ def test_two_sweeps_do_not_share_a_file(tmp_path: Path) -> None:
         pass
 
 
+def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: object, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    refused = pytest.raises(
+        SweepError, match=r"results\.db cannot be locked against other sweeps: Function not impl"
+    )
+    with refused, open_results(tmp_path / "results.db"):
+        pass
+
+
+def test_no_write_ahead_log_which_network_file_systems_cannot_have(tmp_path: Path) -> None:
+    """Results of an earlier version that are in a write-ahead log can still be read."""
+    path = tmp_path / "results.db"
+    with open_results(path) as results:
+        results.record("a", "test", RESULT)
+        results._connection.execute("PRAGMA journal_mode = WAL")
+        results.record("b", "test", RESULT)
+        copy = tmp_path / "copy.db"
+        for end in ("", "-wal"):
+            copy.with_name(copy.name + end).write_bytes(Path(f"{path}{end}").read_bytes())
+    with open_results(copy) as results:
+        assert results._connection.execute("PRAGMA journal_mode").fetchone() == ("truncate",)
+        assert results.finished_keys() == {"a", "b"}
+        results.record("c", "test", RESULT)
+        assert not copy.with_name("copy.db-wal").exists()
+
+
 def test_the_key_of_a_run_is_that_of_earlier_versions(tmp_path: Path) -> None:
     """A sweep of a command that an earlier version started is resumed: the key must not change."""
     (tmp_path / "flags.txt").write_text(
@@ -191,12 +252,13 @@ def test_the_key_of_a_run_is_that_of_earlier_versions(tmp_path: Path) -> None:
     "over",
     [
         {"model": {"hidden_size": 512}},
+        {"cluster": {"backend": "nccl"}},
         {"cluster": {"assumptions": {"context_gib": 2}}},
         {"cluster": {"device": {**CLUSTER["device"], "memory_gib": 16}}},
         {"sweep": {"post_validation": True}},
         {"sweep": {"run": {**SWEEP["run"], "arguments": ["--x"]}}},
     ],
-    ids=["model", "assumption", "memory", "post-validation", "flag"],
+    ids=["model", "backend", "assumption", "memory", "post-validation", "flag"],
 )
 def test_changed_settings_change_the_key_of_a_run(tmp_path: Path, over: dict[str, Any]) -> None:
     one = load_sample(tmp_path)
