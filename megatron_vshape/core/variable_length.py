@@ -22,8 +22,8 @@ from megatron_vshape.core.model.kinds import HELD, KINDS, NeedTable
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 
-_TRIES = 3000 if compiles() else 60
-"""Number of swaps to try: tens of milliseconds."""
+_COMPILED_TRIES, _PYTHON_TRIES = 3000, 60
+"""Number of swaps to try with and without numba: tens of milliseconds."""
 
 _MIN_GAIN = 1e-9
 """Minimum relative gain of a better order."""
@@ -63,7 +63,7 @@ def reorder_microbatches(
     schedule: Schedule,
     costs: Costs,
     limits: float | Sequence[float] = math.inf,
-    tries: int = _TRIES,
+    tries: int | None = None,
     graph: PassGraph | None = None,
 ) -> MicrobatchOrder:
     """Choose the microbatch for each position; the step is never slower than in the given order.
@@ -91,6 +91,8 @@ def reorder_microbatches(
         [float(limit) for limit in limits_by_device(limits, schedule.num_devices)]
     )
     starts = _matrix(_starts(initial_order, costs), count).astype("int64")
+    if tries is None:
+        tries = _COMPILED_TRIES if compiles() else _PYTHON_TRIES
     search = compiled_once(_search, _makespan, _fits)
     best_order, before_us, after_us = search(pass_graph, shares, memory_limits, starts, tries)
     return MicrobatchOrder(

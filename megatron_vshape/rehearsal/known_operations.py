@@ -31,6 +31,9 @@ _PLAIN = frozenset(
 )
 """Types of arguments that are part of a key as they are."""
 
+_NAMESPACES = frozenset(("aten", "te_moe"))
+"""Operators whose results depend on nothing but the arguments."""
+
 _NOT_CACHED = (
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
@@ -39,10 +42,17 @@ _NOT_CACHED = (
 
 Key = tuple[Any, ...]
 
+_SLICE = torch.ops.aten.slice.Tensor
+_USE_OFFSETS = frozenset((torch.ops.aten.as_strided.default, torch.ops.aten.view.dtype))
+"""Views whose offset is not that of their argument plus a constant."""
+
 
 @dataclass(frozen=True, slots=True)
 class _StoredResult:
-    """A result of an operation: an argument, a view of an argument, or a new tensor."""
+    """A result of an operation: an argument, a view of an argument, or a new tensor.
+
+    The offset of a view is relative to `_first_offset`.
+    """
 
     argument: int | None  # position of the argument that is returned or viewed; None: new
     shape: tuple[int, ...] | None  # None: the argument itself
@@ -51,19 +61,20 @@ class _StoredResult:
     offset: int
     state: dict[str, Any]  # attributes of a fake tensor
 
-    def make(self, args: Sequence[Any]) -> FakeTensor:
-        """Create the result for these arguments, as FakeTensorMode does."""
+    def make(self, func: Any, args: Sequence[Any]) -> FakeTensor:
+        """Create the result of `func` for these arguments, as FakeTensorMode does."""
         if self.shape is None:
             assert self.argument is not None
-            argument: FakeTensor = args[self.argument]
-            return argument
+            unchanged: FakeTensor = args[self.argument]
+            return unchanged
         with _no_dispatch():
             if self.argument is None:
                 bare = _empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
             else:
                 bare = _empty_strided((), (), dtype=self.dtype, device=_META)
-                storage = args[self.argument].untyped_storage()
-                _set(bare, storage, self.offset, self.shape, self.stride)
+                argument = args[self.argument]
+                offset = self.offset + _first_offset(func, args, argument)
+                _set(bare, argument.untyped_storage(), offset, self.shape, self.stride)
             result: FakeTensor = _subclass(
                 FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=_CPU
             )
@@ -81,9 +92,9 @@ class Operation:
     moved_bytes: int
     scratch: tuple[int, ...]  # bytes of each temporary block
 
-    def make(self, args: Sequence[Any]) -> tuple[Any, list[Tensor]]:
-        """Create the results for these arguments; return them, and those with a new storage."""
-        results = [None if stored is None else stored.make(args) for stored in self.results]
+    def make(self, func: Any, args: Sequence[Any]) -> tuple[Any, list[Tensor]]:
+        """Create the results of `func`; return them, and those with a new storage."""
+        results = [None if stored is None else stored.make(func, args) for stored in self.results]
         new: list[Tensor] = [
             tensor
             for tensor, stored in zip(results, self.results, strict=True)
@@ -93,10 +104,18 @@ class Operation:
 
 
 def key_of(func: Any, args: Sequence[Any], kwargs: Any) -> Key | None:
-    """Return the key of an operation's results, or None if they are not cached."""
+    """Return the key of an operation's results, or None if they are not cached.
+
+    Views of a buffer at different offsets, such as the gradients of the layers, have one key.
+    """
     parts: list[Any] = [func, torch.get_default_dtype()]
+    if func is _SLICE:
+        tensor, dim, indices = _sliced(*args)
+        args = tensor, dim, len(indices), indices.step
     if not _add_to_key(parts, args):
         return None
+    if func in _USE_OFFSETS:
+        parts += (value.storage_offset() for value in args if isinstance(value, Tensor))
     for name, value in (kwargs or {}).items():
         if type(value) not in _PLAIN:  # such as out=, or a generator
             return None
@@ -113,7 +132,7 @@ def _add_to_key(parts: list[Any], values: Sequence[Any]) -> bool:
         elif isinstance(value, FakeTensor):
             if value.constant is not None or value.is_complex() or value.fake_device != _CPU:
                 return False
-            parts += (value.shape, value.stride(), value.dtype, value.storage_offset())
+            parts += (value.shape, value.stride(), value.dtype)
         elif kind is list or kind is tuple:
             parts += (kind, len(value))
             if not _add_to_key(parts, value):
@@ -123,19 +142,35 @@ def _add_to_key(parts: list[Any], values: Sequence[Any]) -> bool:
     return True
 
 
+def _sliced(
+    tensor: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> tuple[Tensor, int, range]:
+    """Return the arguments of aten.slice, with the range of selected indices."""
+    return tensor, dim, range(*slice(start, end, step).indices(tensor.shape[dim]))
+
+
+def _first_offset(func: Any, args: Sequence[Any], argument: Tensor) -> int:
+    """Return the offset in the storage to which the offset of a view of `argument` is relative."""
+    if func in _USE_OFFSETS:
+        return 0
+    offset = int(argument.storage_offset())
+    if func is _SLICE:
+        tensor, dim, indices = _sliced(*args)
+        offset += indices.start * tensor.stride(dim)
+    return offset
+
+
 def operation_of(
     func: Any, args: Sequence[Any], out: Any, moved_bytes: int, scratch: tuple[int, ...]
 ) -> Operation | None:
     """Return the recipe of these results for `Operation.make`, or None if they are not cached."""
-    if func.namespace != "aten" or any(tag in func.tags for tag in _NOT_CACHED):
+    if func.namespace not in _NAMESPACES or any(tag in func.tags for tag in _NOT_CACHED):
         return None
     container = type(out) if type(out) in (list, tuple) else None
     outs = (out,) if container is None else out
     results: list[_StoredResult | None] = []
     for result in outs:
-        if result is not None and not _is_simple(result):
-            return None
-        stored = None if result is None else _result_of(result, args)
+        stored = None if result is None else _result_of(result, func, args)
         if result is not None and stored is None:
             return None
         results.append(stored)
@@ -152,7 +187,7 @@ def _is_simple(out: Any) -> bool:
     )
 
 
-def _result_of(out: Any, args: Sequence[Any]) -> _StoredResult | None:
+def _result_of(out: Any, func: Any, args: Sequence[Any]) -> _StoredResult | None:
     storage = out.untyped_storage()._cdata
     position = None
     for index, argument in enumerate(args):
@@ -169,11 +204,15 @@ def _result_of(out: Any, args: Sequence[Any]) -> _StoredResult | None:
             and argument.untyped_storage()._cdata == storage
         ):
             position = index
+    if not _is_simple(out):
+        return None
     size = out.storage_offset() + _spanned_elements(out)
     if position is None and size * out.element_size() != out.untyped_storage().nbytes():
         return None
-    shape, stride = tuple(out.shape), tuple(out.stride())
-    return _StoredResult(position, shape, stride, out.dtype, out.storage_offset(), dict(vars(out)))
+    shape, stride, offset = tuple(out.shape), tuple(out.stride()), out.storage_offset()
+    if position is not None:
+        offset -= _first_offset(func, args, args[position])
+    return _StoredResult(position, shape, stride, out.dtype, offset, dict(vars(out)))
 
 
 def _spanned_elements(out: Tensor) -> int:

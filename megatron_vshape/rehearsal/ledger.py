@@ -341,7 +341,7 @@ class Ledger(TorchDispatchMode):
         operation = self._known.get(key) if key is not None else None
         if operation is None:
             return self._infer(func, args, kwargs, key)
-        out, new_tensors = operation.make(args)
+        out, new_tensors = operation.make(func, args)
         on_host = bool(new_tensors) and self._add_all(func, new_tensors, args, kwargs)
         if not (self._inside or on_host):
             self._count_operation(

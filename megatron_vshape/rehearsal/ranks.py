@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import os
 import subprocess
@@ -166,33 +168,84 @@ def check_all(programs: Programs, jobs: Iterable[RankJob]) -> Iterator[CheckedRa
 
 
 def run_jobs(programs: Programs, jobs: Iterable[RankJob]) -> Iterator[dict[str, Any]]:
-    """Run a worker process and yield its results as plain values.
+    """Run jobs in a worker process and yield its results as plain values.
+
+    Later calls with the same programs use the same worker, since its imports take several seconds.
 
     Raises:
-        ScheduleError: The worker did not start.
+        ScheduleError: The worker did not start, or ended.
     """
-    options = {
-        "megatron": None if programs.megatron is None else str(programs.megatron),
-        "te": None if programs.te is None else str(programs.te.resolve()),
-        "jobs": programs.jobs,
-    }
-    command = [sys.executable, "-m", "megatron_vshape.rehearsal.worker", json.dumps(options)]
-    text = "".join(job.to_json() + "\n" for job in jobs)
-    with tempfile.TemporaryFile("w+") as job_file, tempfile.TemporaryFile("w+") as error_file:
-        job_file.write(text)
-        job_file.seek(0)
-        with subprocess.Popen(
-            command, stdin=job_file, stdout=subprocess.PIPE, stderr=error_file, text=True
-        ) as worker:
-            yield from map(json.loads, worker.stdout or ())
-        error_file.seek(0)
-        errors = error_file.read()
-    if worker.returncode:
-        last = [line for line in errors.splitlines() if line.strip()]
-        last = last or [f"its process ended {ending(worker.returncode)}"]
-        raise ScheduleError(
-            f"the dry run could not be prepared: {last[-1]}{_install_hint(last[-1])}"
+    worker = _idle_workers.pop(programs, None)
+    if worker is None or not worker.is_running():
+        worker = _Worker(programs)
+    is_idle = False
+    try:
+        yield from worker.run(jobs)
+        is_idle = _idle_workers.setdefault(programs, worker) is worker
+    finally:
+        if not is_idle:
+            worker.kill()
+
+
+_idle_workers: dict[Programs, _Worker] = {}
+os.register_at_fork(after_in_child=_idle_workers.clear)
+
+
+@atexit.register
+def _kill_idle_workers() -> None:
+    for worker in _idle_workers.values():
+        worker.kill()
+
+
+class _Worker:
+    """A process of `rehearsal.worker`."""
+
+    def __init__(self, programs: Programs) -> None:
+        options = {
+            "megatron": None if programs.megatron is None else str(programs.megatron),
+            "te": None if programs.te is None else str(programs.te.resolve()),
+            "jobs": programs.jobs,
+        }
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_vshape.rehearsal.worker", json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
         )
+
+    def is_running(self) -> bool:
+        """Return whether the process has not ended."""
+        return self._process.poll() is None
+
+    def run(self, jobs: Iterable[RankJob]) -> Iterator[dict[str, Any]]:
+        """Yield the result of each job in order of completion.
+
+        Raises:
+            ScheduleError: The worker has ended.
+        """
+        requests, results = self._process.stdin, self._process.stdout
+        assert requests is not None
+        assert results is not None
+        with contextlib.suppress(BrokenPipeError):
+            requests.write("".join(job.to_json() + "\n" for job in jobs) + "\n")
+            requests.flush()
+        for line in results:
+            if not line.strip():
+                return
+            yield json.loads(line)
+        returncode = self._process.wait()
+        self._errors.seek(0)
+        lines = [line for line in self._errors if line.strip()]
+        error = lines[-1].strip() if lines else f"its process ended {ending(returncode)}"
+        raise ScheduleError(f"the dry run could not be prepared: {error}{_install_hint(error)}")
+
+    def kill(self) -> None:
+        """End the process."""
+        self._process.kill()
+        with contextlib.suppress(BrokenPipeError), self._errors, self._process:
+            pass
 
 
 def _install_hint(error: str) -> str:

@@ -2,8 +2,9 @@
 
     python -m megatron_vshape.rehearsal.worker '{"megatron": TREE, "te": DIRECTORY, "jobs": 2}'
 
-It reads jobs from stdin, one JSON object per line, and writes a result per line, in JSON: a
-`RankReport`, a `CheckedRank` or a `FailedRank`.
+It reads jobs from stdin, one JSON object per line, until an empty line. Then it runs them, and
+writes a result per line, in JSON: a `RankReport`, a `CheckedRank` or a `FailedRank`; at the end an
+empty line. It ends at the end of stdin.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -119,12 +121,10 @@ def _choose_attention() -> None:
     utils.get_attention_backend = choose
 
 
-def serve(jobs: Iterator[str], out: TextIO, at_once: int) -> None:
+def serve(jobs: Iterable[str], out: TextIO, at_once: int) -> None:
     """Run jobs, `at_once` in parallel, and write results in order of completion."""
     running: dict[int, tuple[str, Any]] = {}
     for line in jobs:
-        if not line.strip():
-            continue
         while len(running) >= at_once:
             _write_one_result(running, out)
         _start(line, running)
@@ -228,12 +228,15 @@ def _write_one_result(running: dict[int, tuple[str, Any]], out: TextIO) -> None:
 
 
 def main() -> None:
-    """Run the jobs on stdin."""
+    """Run the jobs on stdin, one set after another."""
     options = json.loads(sys.argv[1])
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keep output during imports out of the results
     prepare(options.get("megatron"), options.get("te"))
-    serve(iter(sys.stdin.readline, ""), out, options.get("jobs", 1))
+    for line in sys.stdin:
+        jobs = [line, *takewhile(str.strip, sys.stdin)] if line.strip() else []
+        serve(jobs, out, options.get("jobs", 1))
+        print(file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ The cases run in a separate process, because torch reports a GPU there until it 
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,6 +15,8 @@ import pytest
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import ranks
+from megatron_vshape.rehearsal.gpus import GPUS
+from megatron_vshape.rehearsal.rank_job import RankJob
 
 PROGRAM = """
 import json, sys, traceback
@@ -163,6 +167,34 @@ CASES = {
                 del inferred[:]
                 assert [*told(call(given.clone()), given), given._version] == first
                 assert not inferred, inferred
+    """,
+    "views at other offsets of a buffer are not inferred again": """
+        def views_of(buffer):
+            yield from (buffer[:10], buffer[-10:], buffer[5:15], buffer[10:40:3], buffer[95:200])
+            yield from (buffer[150:200], torch.narrow(buffer, 0, 7, 10).view(2, 5)[:, 1:3])
+            yield from (buffer[20:40].view(4, 5)[1:3].t(), *buffer[30:60].split(10))
+            yield buffer[8:28].view(torch.int64)
+            yield torch.as_strided(buffer[8:28], (2,), (3,))
+            yield torch.as_strided(buffer[8:28], (2,), (3,), 4)
+            yield buffer[40:60].detach()
+            yield buffer[40:60].normal_()
+        def facts(tensor):
+            return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+        for offset in (0, 16, 32):
+            buffer, real = gpu(200)[offset:offset + 100], torch._C._VariableFunctions.empty(200)
+            for view, truth in zip(views_of(buffer), views_of(real[offset:offset + 100])):
+                assert facts(view) == facts(truth), (facts(view), facts(truth))
+                assert view.untyped_storage()._cdata == buffer.untyped_storage()._cdata
+            inferred, ledger._infer = ledger._infer, None  # as_strided depends on the offset
+            for start in range(3):
+                assert buffer[start:start + 10].view(2, 5).storage_offset() == offset + start
+            ledger._infer = inferred
+        weight = torch.nn.Parameter(gpu(10))
+        with torch.no_grad():
+            weight.normal_()
+            ledger._infer = None
+            assert weight.normal_() is weight
+            del ledger._infer
     """,
     "microbatches that differ are all traced": """
         from megatron_vshape.rehearsal.repeats import NotRepeatedError, repeated_microbatch
@@ -479,7 +511,7 @@ def child(line, answer):
 worker._child = child
 out = io.StringIO()
 jobs = [RankJob("", [], GPUS["h100"], 3, rank, name="x") for rank in (0, 1, 2)]
-worker.serve(iter([job.to_json() for job in jobs]), out, 1)
+worker.serve([job.to_json() for job in jobs], out, 1)
 print(out.getvalue())
 """
 
@@ -502,6 +534,40 @@ def test_a_killed_worker_names_the_signal(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "executable", str(program))
     with pytest.raises(ScheduleError, match="not be prepared: its process ended by SIGKILL; if"):
         list(ranks.run_jobs(ranks.Programs(None, None, 1), []))
+
+
+def test_sets_of_jobs_share_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "python"
+    program.write_text(
+        "#!/bin/sh\n"
+        "while read -r line; do\n"
+        """    if [ -n "$line" ]; then echo '{"pid": '$$'}'; else echo; fi\n"""
+        "done\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    programs = ranks.Programs(None, None, 1)
+    jobs = [RankJob("", [], GPUS["h100"], 2, rank) for rank in (0, 1)]
+    first, second = ranks.run_jobs(programs, jobs)
+    assert first == second
+    assert list(ranks.run_jobs(programs, jobs[:1])) == [first]
+    stopped = ranks.run_jobs(programs, jobs)
+    assert next(stopped) == first
+    stopped.close()  # one result is not read, so this worker cannot be used again
+    with pytest.raises(ProcessLookupError):
+        os.kill(first["pid"], 0)
+    outer = ranks.run_jobs(programs, jobs)
+    pids = [result["pid"] for result in (next(outer), *ranks.run_jobs(programs, jobs), *outer)]
+    assert pids[1] == pids[2] != pids[0] == pids[3] != first["pid"]
+    (last,) = ranks.run_jobs(programs, jobs[:1])
+    os.kill(last["pid"], signal.SIGKILL)  # as the kernel does if memory is short
+    ranks._idle_workers[programs]._process.wait()
+    (new,) = ranks.run_jobs(programs, jobs[:1])
+    assert new != last
+    ranks._kill_idle_workers()
+    ranks._idle_workers.clear()
+    with pytest.raises(ProcessLookupError):
+        os.kill(new["pid"], 0)
 
 
 @pytest.fixture(scope="module")

@@ -114,7 +114,7 @@ def _handle(requests: IO[str]) -> None:
         child = os.fork()
         if not child:
             with open(job_file) as jobs, open(result_file, "w") as out:
-                worker.serve(iter(jobs), out, at_once)
+                worker.serve(jobs, out, at_once)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         print(status, file=requests, flush=True)
