@@ -18,10 +18,11 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TextIO
 
 from megatron_vshape.rehearsal.rank_job import RankJob
@@ -70,13 +71,47 @@ def prepare(megatron: str | None, te: str | None) -> None:
         _choose_attention()
     for name in _IMPORTED_ONCE:
         importlib.import_module(name)
-    with contextlib.suppress(ModuleNotFoundError):  # not in every release
-        # It imports transformers, which lasts as long as the rest of a small dry run.
-        importlib.import_module("megatron.core.tokenizers.text")
+    with contextlib.suppress(ModuleNotFoundError), _deferred_import("transformers"):
+        importlib.import_module("megatron.core.tokenizers.text")  # not in every release
     parse_docstrings_once()
     gc.enable()
     gc.collect()
     gc.freeze()  # exclude all current objects from the collections of each rank
+
+
+@contextlib.contextmanager
+def _deferred_import(name: str) -> Iterator[None]:
+    """Have modules that are imported in this context import `name` at the first use of its names.
+
+    Megatron's tokenizers import transformers, which takes a third of the time of `prepare`, but a
+    dry run has a tokenizer without files.
+    """
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = _DeferredModule(name)
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
+class _DeferredModule(ModuleType):
+    def __getattr__(self, name: str) -> _DeferredName:
+        if name.startswith("__"):  # read by imports
+            raise AttributeError(name)
+        return _DeferredName(self.__name__, name)
+
+
+@dataclass(frozen=True, slots=True)
+class _DeferredName:
+    """A name of a module that is imported when an attribute of the name is read."""
+
+    _module: str
+    _name: str
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(getattr(importlib.import_module(self._module), self._name), attribute)
 
 
 def parse_docstrings_once() -> None:

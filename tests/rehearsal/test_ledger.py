@@ -3,6 +3,7 @@
 The cases run in a separate process, because torch reports a GPU there until it ends.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal import ranks
+from megatron_vshape.rehearsal import ranks, worker
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.rank_job import RankJob
 
@@ -568,6 +569,29 @@ def test_sets_of_jobs_share_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ranks._idle_workers.clear()
     with pytest.raises(ProcessLookupError):
         os.kill(new["pid"], 0)
+
+
+def test_a_deferred_module_is_imported_at_its_first_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "deferred.py").write_text("class Reader:\n    size = 3\n")
+    (tmp_path / "reading.py").write_text(
+        "import deferred\n"
+        "from deferred import Reader\n"
+        "try:\n"
+        "    from deferred.parts import Part\n"
+        "except ImportError:\n"
+        "    Part = None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with worker._deferred_import("deferred"):
+        reading = importlib.import_module("reading")
+    assert "deferred" not in sys.modules
+    assert reading.Part is None
+    assert (reading.Reader.size, reading.deferred.Reader.size) == (3, 3)
+    assert importlib.import_module("deferred").Reader.size == 3
+    for name in ("deferred", "reading"):
+        del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
