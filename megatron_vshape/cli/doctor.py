@@ -200,12 +200,9 @@ def _examine() -> tuple[str, list["Finding"]]:
         from megatron_vshape.mcore import cpu
 
         cpu.install()
-        import megatron.core
-
         from megatron_vshape.mcore.hooks import registry
 
-        # Without the commit of the current directory's checkout, which Megatron appends.
-        return str(megatron.core.__version__).partition("+")[0], registry.examine()
+        return registry.megatron_version(), registry.examine()
 
 
 def _lines_of(finding: "Finding") -> str:

@@ -64,7 +64,7 @@ def report_of_trace(
         steps: its steps.
         seconds: duration of the dry run.
     """
-    from megatron.core.package_info import __version__
+    from megatron_vshape.mcore.hooks.registry import megatron_version
 
     args, launches = model.args, launches_of(model.args)
     many = job.batch_microbatches or steps.batch_microbatches
@@ -108,7 +108,7 @@ def report_of_trace(
         scale=launches,
     )
     provenance = Provenance(
-        megatron=str(__version__),
+        megatron=megatron_version(),
         transformer_engine=getattr(sys.modules.get("transformer_engine"), "__version__", ""),
         seconds=seconds,
         host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -10,7 +10,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import megatron.core
 import pytest
 
 import megatron_vshape
@@ -236,7 +235,7 @@ def test_every_target_that_moves_is_named_with_the_version(
     record: registry.Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, name = record.owner(), record.name
-    version = f"megatron-core {megatron.core.__version__}"
+    version = f"megatron-core {registry.megatron_version()}"
     originals = current_attributes()
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, lambda everything: None)
@@ -257,6 +256,19 @@ def test_every_target_that_moves_is_named_with_the_version(
     assert all(a is b for a, b in zip(originals, current_attributes(), strict=True))
 
 
+def test_the_version_has_the_commit_of_a_checkout_of_megatron_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = registry.core
+    monkeypatch.setattr(core, "__version__", "0.19.2+ab12cd34")
+    for folder, version in (
+        ("/home/user/project/.venv/lib/python3.12/site-packages", "0.19.2"),
+        ("/opt/Megatron-LM", "0.19.2+ab12cd34"),
+    ):
+        monkeypatch.setattr(core, "__file__", f"{folder}/megatron/core/__init__.py")
+        assert registry.megatron_version() == version
+
+
 SETTING = [probe for probe in registry.PROBES if probe.sets]
 
 
@@ -272,7 +284,7 @@ def test_an_attribute_of_ddp_that_moves_is_named_with_the_version(
         registry.install()
     names = [setting for setting in record.sets if setting not in ("ddp_config", "buckets")]
     assert str(moved.value) == (
-        f"megatron-core {megatron.core.__version__} is not supported: {record.target} does not "
+        f"megatron-core {registry.megatron_version()} is not supported: {record.target} does not "
         f"set {', '.join(names)}, which this package uses"
     )
 

@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron import core  # an attribute of its package only once it has been imported
@@ -229,8 +230,9 @@ def install(options: Mapping[str, Any] | None = None, execution: Execution | Non
     why = _why_no_trainer()
     if why is not None and registered is None:
         raise HookError(
-            f"{_version()} is here without Megatron-LM's trainer, whose flags name a schedule "
-            f"({why}): give register a schedule, or install megatron-core[training]"
+            f"megatron-core {megatron_version()} is here without Megatron-LM's trainer, whose "
+            f"flags name a schedule ({why}): give register a schedule, or install "
+            "megatron-core[training]"
         )
     # Check all targets before the first replacement, so that a failure leaves Megatron unchanged.
     faults = [state.fault for state in examine() if state.fault is not None]
@@ -330,7 +332,10 @@ def _absence(record: Target) -> str | None:
     # Libraries may install megatron.core without the trainer.
     if record.module.startswith(_TRAINER) and _why_no_trainer() is not None:
         return None
-    return f"{_version()} has no {record.target}, which this package {does}: it {record.reason}"
+    return (
+        f"megatron-core {megatron_version()} has no {record.target}, which this package {does}: it "
+        f"{record.reason}"
+    )
 
 
 def _other_parameters(record: Target, original: Any) -> str | None:
@@ -344,8 +349,8 @@ def _other_parameters(record: Target, original: Any) -> str | None:
     if not missing:
         return None
     return (
-        f"{_version()} is not supported: {record.target} takes ({', '.join(parameters)}) and "
-        f"this package needs {', '.join(missing)}"
+        f"megatron-core {megatron_version()} is not supported: {record.target} takes "
+        f"({', '.join(parameters)}) and this package needs {', '.join(missing)}"
     )
 
 
@@ -360,10 +365,17 @@ def _unset(record: Target, original: Any) -> str | None:
     if not missing:
         return None
     return (
-        f"{_version()} is not supported: {record.target} does not set {', '.join(missing)}, "
-        "which this package uses"
+        f"megatron-core {megatron_version()} is not supported: {record.target} does not set "
+        f"{', '.join(missing)}, which this package uses"
     )
 
 
-def _version() -> str:
-    return f"megatron-core {core.__version__}"
+def megatron_version() -> str:
+    """Return Megatron's version, with the commit if it is imported from a checkout.
+
+    Megatron appends the commit of any repository around its folder, even of one that has it in a
+    virtual environment.
+    """
+    version = str(core.__version__)
+    is_installed = {"site-packages", "dist-packages"} & set(Path(core.__file__).parts)
+    return version.partition("+")[0] if is_installed else version
