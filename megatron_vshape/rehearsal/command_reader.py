@@ -99,6 +99,16 @@ _POSITIONS = ("learned_absolute", "rope", "yarn", "mrope", "relative", "none")
 """Position embeddings of Megatron-Core."""
 
 
+_ATTENTION_VARIABLES = "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"
+_BACKENDS = {
+    (False, False): "auto",
+    (True, False): "fused",
+    (False, True): "flash",
+    (True, True): "unfused",
+}
+"""--attention-backend by whether FlashAttention and whether fused attention is forbidden."""
+
+
 def _with_present_names(command: Command) -> Command:
     """Replace settings of forks and of Megatron before 2022 by those with the same memory."""
     notes = [*command.notes]
@@ -115,6 +125,20 @@ def _with_present_names(command: Command) -> Command:
             recompute_num_layers=command.number("--checkpoint-num-layers", 1),
             checkpoint_num_layers=None,
         )
+    forbidden = [command.environment.get(name) == "0" for name in _ATTENTION_VARIABLES]
+    if any(forbidden) and not command.has("--attention-backend"):
+        no_flash, no_fused, _ = forbidden
+        backend = _BACKENDS[no_flash, no_fused]
+        notes.append(
+            f"The NVTE_*_ATTN variables are estimated as --attention-backend {backend}, since "
+            "Megatron-Core rejects them without this flag."
+        )
+        environment = {
+            name: value
+            for name, value in command.environment.items()
+            if name not in _ATTENTION_VARIABLES
+        }
+        command = replace(command, environment=environment).having(attention_backend=backend)
     return replace(command, notes=tuple(notes))
 
 

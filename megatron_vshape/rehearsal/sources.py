@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import logging
 import os
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -167,16 +169,46 @@ def find_script(name: str, megatron: Path | None) -> Path:
     path = Path(name)
     if megatron is not None and (megatron / path.name).is_file() and not path.is_file():
         return (megatron / path.name).resolve()
-    if path.is_file():
+    missing = _missing_package(path) if path.is_file() else None
+    if path.is_file() and missing is None:
         return path.resolve()
     package = Path(__file__).parents[1]
     folders = (package / "examples" / "scripts", package.parent / "scripts")
     script = next(folder / OWN[0] for folder in folders if (folder / OWN[0]).is_file())
-    if path.name not in OWN:
-        logger.warning(
-            "there is no %s here: its flags are estimated with Megatron-LM's %s", path, OWN[0]
-        )
+    if missing is not None or path.name not in OWN:
+        why = f"there is no {path}" if missing is None else f"{path} needs {missing}, which is not"
+        logger.warning("%s here: its flags are estimated with Megatron-LM's %s", why, OWN[0])
     return script
+
+
+_PROVIDED = ("apex", "deep_ep", "mamba_ssm", "megatron", "transformer_engine")
+"""Packages that a dry run has even if they are not installed."""
+
+
+def _missing_package(script: Path) -> str | None:
+    """Return the first package that a script imports and a dry run does not have.
+
+    Imports within other statements may be optional, and a script that changes `sys.path` may find
+    its packages there.
+    """
+    source = script.read_text(errors="replace")
+    try:
+        statements = ast.parse(source).body
+    except SyntaxError:  # reported by the dry run
+        return None
+    if "sys.path" in source:
+        return None
+    modules: list[str] = []
+    for statement in statements:
+        if isinstance(statement, ast.Import):
+            modules += [alias.name for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+            modules.append(statement.module)
+    for package in dict.fromkeys(module.partition(".")[0] for module in modules):
+        is_local = PathFinder.find_spec(package, [str(script.parent)]) is not None
+        if not (package in _PROVIDED or is_local or importlib.util.find_spec(package)):
+            return package
+    return None
 
 
 def find_megatron(directory: Path | None, script: str) -> Path | None:

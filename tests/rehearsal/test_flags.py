@@ -29,9 +29,9 @@ def written(folder: Path, name: str, text: str) -> str:
 
 
 def test_a_command_line_with_a_launcher_is_read() -> None:
-    words = "NVTE_FUSED_ATTN=0 torchrun --nproc-per-node 8 train/pretrain_gpt.py".split()
+    words = "NVTE_FP8_DPA_BWD=0 torchrun --nproc-per-node 8 train/pretrain_gpt.py".split()
     command = read_command([*words, *FLAGS])
-    environment, launched = {"NVTE_FUSED_ATTN": "0"}, {"--nproc-per-node": "8"}
+    environment, launched = {"NVTE_FP8_DPA_BWD": "0"}, {"--nproc-per-node": "8"}
     assert command == Command("train/pretrain_gpt.py", FLAGS, environment, launched)
     assert launched_gpus(command) == (8, "")
     assert read_command(FLAGS) == Command("pretrain_gpt.py", FLAGS)
@@ -118,6 +118,63 @@ def test_a_pattern_in_a_file_makes_a_hybrid_model(tmp_path: Path) -> None:
     alone = command.without_predicting()
     assert (alone.pattern, alone.mtp_layers) == ("M*|M-", 0)
     assert find_script(command.script, None).name == "pretrain_gpt.py"  # which builds both
+
+
+@pytest.mark.parametrize(
+    ("source", "missing"),
+    [
+        ("import os, sys\nfrom megatron.training import pretrain\nimport transformer_engine\n", ""),
+        ("from parts.data import batches\nfrom .parts import data\nimport json\n", ""),
+        ("try:\n    import megatron_patch\nexcept ImportError:\n    pass\n", ""),
+        ("def main():\n    import megatron_patch\n", ""),
+        ("import sys\nsys.path.append('../patch')\nimport megatron_patch\n", ""),
+        ("import megatron_patch.data\nimport another_patch\n", "megatron_patch"),
+        ("import torch\nfrom megatron_patch.data import batches\n", "megatron_patch"),
+        ("print(\n", ""),  # not Python: the dry run names the line
+    ],
+)
+def test_a_script_that_imports_a_missing_package_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, source: str, missing: str
+) -> None:
+    pytest.importorskip("torch")
+    script = Path(written(tmp_path, "pretrain_gpt.py", source))
+    (tmp_path / "parts").mkdir()
+    written(tmp_path, "parts/__init__.py", "")
+    is_own = find_script(str(script), None) == script.resolve()
+    assert is_own == (not missing)
+    text = (
+        f"{script} needs {missing}, which is not here: its flags are estimated with Megatron-LM's"
+    )
+    assert (text in caplog.text) == bool(missing)
+
+
+@pytest.mark.parametrize(
+    ("settings", "backend"),
+    [
+        ("NVTE_FLASH_ATTN=1 NVTE_FUSED_ATTN=0", "flash"),
+        ("NVTE_FLASH_ATTN=0 NVTE_FUSED_ATTN=1", "fused"),
+        ("NVTE_FLASH_ATTN=0 NVTE_FUSED_ATTN=0", "unfused"),
+        ("NVTE_UNFUSED_ATTN=0", "auto"),
+        ("NVTE_FLASH_ATTN=1 NVTE_FUSED_ATTN=1", None),
+        ("NVTE_FUSED_ATTN=0 NVTE_FWD_LAYERNORM_SM_MARGIN=16", "flash"),
+    ],
+)
+def test_variables_for_attention_are_its_backend(
+    tmp_path: Path, settings: str, backend: str | None
+) -> None:
+    """Megatron rejects them without --attention-backend, which older scripts do not have."""
+    start = "torchrun pretrain_gpt.py --num-layers 4"
+    script = written(tmp_path, "old.sh", f"export {settings}\n{start}\n")
+    command = read_command([script])
+    assert command.value("--attention-backend") == backend
+    kept = {name for name in command.environment if name.endswith("_ATTN")}
+    assert bool(kept) == (backend is None)
+    assert ("NVTE_FWD_LAYERNORM_SM_MARGIN" in command.environment) == ("SM_MARGIN" in settings)
+    assert len(command.notes) == (backend is not None)
+    script = written(tmp_path, "new.sh", f"export {settings}\n{start} --attention-backend flash\n")
+    command = read_command([script])
+    assert command.value("--attention-backend") == "flash"
+    assert command.notes == ()
 
 
 def test_variables_with_flags_are_split_into_words(tmp_path: Path) -> None:
