@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -234,18 +234,33 @@ def _without_unknown(command: Command) -> Command:
         else:
             names |= unknown
     if names:
-        example = next((name for name in names if re.fullmatch(r"\$[A-Z]\w*", name)), "$NAME")
-        raise ScheduleError(
-            f"the command has variables without a value: {', '.join(names)}. Neither the script "
-            f"nor the environment sets them. Set them: {example[1:]}=... megatron-vshape ...; $1, "
-            "$2 and so on are the words after the script's name; replace $(...) by its output"
-        )
+        raise ScheduleError(_unknown_values(names))
     if not flags_of_unknown:
         return command
     topics = set(map(topic_of, flags_of_unknown))
     note = f"Ignored, with unknown values and no effect on a step: {', '.join(flags_of_unknown)}."
     remaining = command.without(lambda flag: topic_of(flag) in topics and flag not in FILES)
     return replace(remaining, notes=(*command.notes, note))
+
+
+def _unknown_values(names: Collection[str]) -> str:
+    """Return the error message for variables, parameters of a script, and output of programs."""
+    parameters = [int(name[1:]) for name in names if name[1:].isdecimal()]
+    variables = [name for name in names if re.fullmatch(r"\$[A-Za-z_]\w*", name)]
+    fixes = []
+    if parameters:
+        last = max(parameters)
+        words = "the word $1" if last == 1 else f"the words $1 to ${last}"
+        others = ", which may set the others" if variables else ""
+        fixes.append(f"add {words} after the script's name{others}")
+    elif variables:
+        fixes.append(f"set them, as in {variables[0][1:]}=... megatron-vshape ...")
+    if len(parameters) + len(variables) < len(names):
+        fixes.append("replace $(...) by its output")
+    return (
+        f"the command has variables without a value: {', '.join(names)}. Neither the script nor "
+        f"the environment sets them: {'; '.join(fixes)}"
+    )
 
 
 def topic_of(flag: str) -> str:

@@ -364,12 +364,18 @@ def test_variables_without_a_value_are_named(tmp_path: Path) -> None:
         f'TP=$1\nS=$SEQ\ntorchrun pretrain_gpt.py {tensor} $TP {sequence} "$S" '
         '--num-layers "$(jq .layers config.json)"\n',
     )
-    message = "variables without a value: $1, $SEQ, $(jq .layers config.json). Neither the script"
+    message = (
+        "variables without a value: $1, $SEQ, $(jq .layers config.json). Neither the script nor "
+        "the environment sets them: add the word $1 after the script's name, which may set the "
+        "others; replace $(...) by its output"
+    )
     with pytest.raises(ScheduleError, match=re.escape(message)):
         read_command([script])
     plain = written(tmp_path, "b.sh", f"TP=$1\ntorchrun pretrain_gpt.py {tensor} $TP\n")
     assert read_command([plain, "2"]).number(tensor, 1) == 2
-    with pytest.raises(ScheduleError, match=r"without a value: \$TP\. .* Set them: TP=\.\.\. mega"):
+    with pytest.raises(
+        ScheduleError, match=r"without a value: \$TP\. .* set them, as in TP=\.\.\. mega"
+    ):
         read_command(["pretrain_gpt.py", tensor, "$TP"])
 
 
