@@ -17,6 +17,16 @@ SCHEDULE = "--pipeline-schedule"
 STAGE_BEFORE_DATA = "--use-tp-pp-dp-mapping"
 NODES, PROCESSES = "--nnodes", "--nproc-per-node"
 CHUNKS = ("--num-layers-per-virtual", "--num-virtual", "--pipeline-model-parallel-layout")
+_POSITIVE = frozenset(
+    """
+    --tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size
+    --expert-model-parallel-size --expert-tensor-parallel-size --micro-batch-size
+    --global-batch-size --seq-length --num-layers --hidden-size --num-attention-heads
+    --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank
+    --microbatch-group-size-per-virtual-pipeline-stage
+    """.split()
+)
+"""Flags whose value must not be zero; a script without its variables may compute it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +65,18 @@ class Command:
         """Return the integer value of a flag.
 
         Raises:
-            ScheduleError: The value is missing or not an integer.
+            ScheduleError: The value is missing or not an integer, or a size is not positive.
         """
         text = self.value(flag)
         if text is None:
             return default
         try:
-            return int(text)
+            number = int(text)
         except ValueError:
             raise ScheduleError(f"{flag} {text!r:.40} is no whole number") from None
+        if number < 1 and flag in _POSITIVE:
+            raise ScheduleError(f"{flag} {number} is not a positive number")
+        return number
 
     @property
     def pattern(self) -> str | None:

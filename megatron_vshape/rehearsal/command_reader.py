@@ -45,10 +45,15 @@ _OTHER_MODELS = {
     "bert": "BERT",
     "t5": "T5",
     "ict": "ICT",
+    "vision": "vision",
     "vlm": "vision-language",
     "vl": "vision-language",
     "omni": "vision-language",
     "rl": "RL",
+}
+"""Models that are not rehearsed, by a part of the script's name."""
+_FLAGS_OF_OTHER_MODELS = {
+    "vision-language": ("--language-model-type", "--vision-model-type", "--img-h"),
 }
 
 
@@ -296,7 +301,8 @@ def _assignment(word: str) -> tuple[str, str]:
 def _reject_other_models(command: Command) -> None:
     name = Path(command.script).stem.lower()
     for part, model in _OTHER_MODELS.items():
-        if part in name.replace("-", "_").split("_"):
+        flags = _FLAGS_OF_OTHER_MODELS.get(model, ())
+        if part in name.replace("-", "_").split("_") or any(map(command.has, flags)):
             raise ScheduleError(
                 f"{command.script} trains a {model} model: rehearsed are GPT and hybrid models "
                 "(pretrain_gpt.py, pretrain_hybrid.py, pretrain_mamba.py)"

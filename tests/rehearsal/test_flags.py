@@ -333,6 +333,11 @@ def test_variables_that_megatron_checks_stay() -> None:
         ([], "the training command is missing: add it after --"),
         (["nowhere.txt"], "nowhere.txt cannot be read"),
         (["pretrain_bert.py", "--bf16"], "trains a BERT model: rehearsed are GPT and hybrid"),
+        (["pretrain_vision_dino.py", "--img-h", "224"], "trains a vision model: rehearsed are GPT"),
+        (
+            ["examples/multimodal/train.py", "--language-model-type=mistral_7b", "--bf16"],
+            "trains a vision-language model: rehearsed are GPT",
+        ),
         ("python3 -m verl.trainer.main_ppo trainer.nnodes=4".split(), "main_ppo is no training"),
         (["train.py", "--train-backend", "fsdp", "--wandb-key", "$KEY"], "without Megatron"),
     ],
@@ -451,6 +456,8 @@ def test_the_command_behind_a_launcher_is_found(tmp_path: Path, start: str) -> N
         ("--pipeline-model-parallel-size 4", 6, "6 GPUs do not divide .* to a multiple of 4"),
         ("--tensor-model-parallel-size two", None, "'two' is no whole number"),
         ("--context-parallel-size= --bf16", None, "--context-parallel-size has no value: add one"),
+        ("--pipeline-model-parallel-size 0", 8, "parallel-size 0 is not a positive number"),
+        ("--expert-tensor-parallel-size -1", 8, "parallel-size -1 is not a positive number"),
     ],
 )
 def test_invalid_parallel_sizes_are_rejected(flags: str, gpus: int | None, wrong: str) -> None:
