@@ -53,7 +53,12 @@ _OTHER_MODELS = {
 }
 """Models that are not rehearsed, by a part of the script's name."""
 _FLAGS_OF_OTHER_MODELS = {
-    "vision-language": ("--language-model-type", "--vision-model-type", "--img-h"),
+    "vision-language": (
+        "--language-model-type",
+        "--vision-model-type",
+        "--img-h",
+        "--disable-vision-class-token",
+    ),
 }
 
 
@@ -277,7 +282,7 @@ def topic_of(flag: str) -> str:
 def _unknown_text(match: re.Match[str]) -> str:
     if match[1]:
         return f"${match[1]}"
-    return re.sub(r"^@\{(.*?)\}?$", r"$(\1)", match[0].replace("\u00a0", " "))
+    return re.sub(r"^@\{(.*?) ?\}?$", r"$(\1)", re.sub("\u00a0+", " ", match[0]))
 
 
 def _words_of_module(words: Sequence[str]) -> list[str]:

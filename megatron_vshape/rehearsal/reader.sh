@@ -35,7 +35,8 @@ __unknown() { # stands for the output of a command that was not executed: one wo
         if [[ -n $__copy ]]; then printf '%s\n' "$__copy"; return; fi
         __words="$*"
     fi
-    printf '@{%s}\n' "${__words//[[:space:]]/$'\xc2\xa0'}"
+    # Nothing that `eval` would read as a part of the shell's language.
+    printf '@{%s}\n' "${__words//[^A-Za-z0-9_.\/:=,+%-]/$'\xc2\xa0'}"
 }
 command_not_found_handle() {
     __record "$@"

@@ -465,6 +465,22 @@ def test_invalid_parallel_sizes_are_rejected(flags: str, gpus: int | None, wrong
         sizes_of(Command("pretrain_gpt.py", tuple(flags.split())), gpus)
 
 
+def test_eval_reads_quotes_next_to_the_output_of_a_program(tmp_path: Path) -> None:
+    script = written(
+        tmp_path,
+        "eval.sh",
+        """
+        GPUS=$(python -c "import torch; print(torch.cuda.device_count() or 'none' > 8 & 1)")
+        MODEL=(--num-layers 48 --moe-layer-freq "'([1]*48)'")
+        cmd="torchrun --nproc_per_node $GPUS pretrain_gpt.py ${MODEL[@]}"
+        eval $cmd 2>&1 | tee train.log ; exit ${PIPESTATUS[0]}
+        """,
+    )
+    command = read_command([script])
+    assert command.flags == ("--num-layers", "48", "--moe-layer-freq", "([1]*48)")
+    assert command.script == "pretrain_gpt.py"
+
+
 def test_a_switch_needs_no_value() -> None:
     command = Command("pretrain_gpt.py", ("--swiglu", "--bf16"))
     assert command.option("swiglu") is command.option("bf16") is True
