@@ -26,7 +26,12 @@ from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout import sizes as layer_sizes
 from megatron_vshape.rehearsal import report_cache
 from megatron_vshape.rehearsal.command import STAGE_BEFORE_DATA, Command, Sizes, sizes_of
-from megatron_vshape.rehearsal.costs_from_reports import always_bytes, both_backwards, counted_costs
+from megatron_vshape.rehearsal.costs_from_reports import (
+    always_bytes,
+    both_backwards,
+    counted_costs,
+    model_state_bytes,
+)
 from megatron_vshape.rehearsal.gpus import Gpu
 from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport
 from megatron_vshape.rehearsal.ranks import DryRunConfig, rehearse_all
@@ -213,6 +218,7 @@ class CountedCosts:
     communicators: int = 0  # of a rank
     message_bytes: float = 0.0  # of P2P
     dense: StageCosts | None = None  # a dense layer of a model with experts
+    update_share: float = 0.0  # memory of the optimizer's step relative to that of the state
 
     def after_us(self, costs: Costs, placement: Placement) -> float:
         """Estimate the time after the passes: gradient reduction, optimizer, parameter gathering.
@@ -261,7 +267,7 @@ def _with_equal_layers(ranks: Ranks, gpu: Gpu, sizes: Sizes, rates: Rates | None
     first, second, *dense = (_with_replicas(report, ratio) for report in ranks)
     costs = counted_costs((first, second), gpu, PIPELINE, sizes.stage_stride, rates)
     step = second.step.work.spread(ratio, second.model.shards_optimizer)
-    state = sum(second.memory.held_parts[part] for part in ("weights", "gradients", "optimizer"))
+    state = model_state_bytes(second)
     of_layer = _forward_flops(second, 0)
     ends = _forward_flops(first, 0) + _forward_flops(first, 1) - 2 * of_layer
     pieces = Pieces.of(replace(costs, layers=None), (1,) * costs.num_stages)
@@ -280,6 +286,7 @@ def _with_equal_layers(ranks: Ranks, gpu: Gpu, sizes: Sizes, rates: Rates | None
         communicators=max(report.communicators for report in ranks),
         message_bytes=float(second.model.message_bytes),
         dense=_dense_layer(first, dense[0], costs, gpu, rates) if dense else None,
+        update_share=second.memory.update_bytes / state,
     )
 
 
@@ -337,12 +344,14 @@ def _with_dense(pieces: Pieces, dense: StageCosts, option: layer_sizes.Options) 
 
 def _with_replicas(rank: RankReport, ratio: float) -> RankReport:
     """Return a rank's report if `ratio` times the replicas shard the optimizer."""
-    parts = dict(rank.memory.held_parts)
+    parts, update_bytes = dict(rank.memory.held_parts), rank.memory.update_bytes
     optimizer_bytes = parts["optimizer"]
     if rank.model.shards_optimizer:
-        parts["optimizer"] = optimizer_bytes / ratio
+        parts["optimizer"], update_bytes = optimizer_bytes / ratio, update_bytes / ratio
     held_bytes = rank.memory.held_bytes - optimizer_bytes + parts["optimizer"]
-    memory = replace(rank.memory, held_parts=parts, held_bytes=held_bytes)
+    memory = replace(
+        rank.memory, held_parts=parts, held_bytes=held_bytes, update_bytes=update_bytes
+    )
     return replace(rank, memory=memory)
 
 

@@ -257,12 +257,14 @@ def _state_bytes(rank: RankReport, chunk: int) -> float:
     inputs = model.chunk_layers[chunk] * model.message_bytes
     # With full recomputation, experts keep the input of their layer and its gradient until the next
     # forward. At the peak of the last layer's backward, the others have freed their checkpoints.
-    return part * _model_state_bytes(rank) + (retained - inputs if retained > inputs else retained)
+    return part * model_state_bytes(rank) + (retained - inputs if retained > inputs else retained)
 
 
 def always_bytes(rank: RankReport) -> float:
     """Return the bytes that a rank has at all times, whatever its layers are."""
-    return float(rank.memory.held_bytes) - _model_state_bytes(rank) - rank.memory.replaced_bytes
+    memory = rank.memory
+    state_bytes = model_state_bytes(rank) + memory.update_bytes
+    return float(memory.held_bytes) - state_bytes - memory.replaced_bytes
 
 
 def _unshared_graph_bytes(rank: RankReport) -> float:
@@ -274,6 +276,8 @@ def _unshared_graph_bytes(rank: RankReport) -> float:
     return float(max(0, apart.pool + apart.other - rank.memory.peak_bytes)) if apart else 0.0
 
 
-def _model_state_bytes(rank: RankReport) -> float:
+def model_state_bytes(rank: RankReport) -> float:
+    """Return the bytes of weights, gradients and optimizer during the passes."""
     parts = rank.memory.held_parts
-    return float(sum(parts[name] for name in ("weights", "gradients", "optimizer")))
+    held_bytes = sum(parts[name] for name in ("weights", "gradients", "optimizer"))
+    return float(held_bytes) - rank.memory.update_bytes

@@ -100,12 +100,13 @@ class MemoryReport:
     reserved_bytes: int  # of torch's allocator, CUDA graphs included
     held_bytes: float  # between steps
     held_parts: Bytes
-    replaced_bytes: int  # of these, allocated again in the next step
+    replaced_bytes: int  # of these, activations and others that the next step allocates again
     held_between_passes_bytes: int
     parts: Bytes  # at the peak
     when: PeakMoment
     holders: Sequence[Holder]  # the largest at the peak
     curve: Sequence[tuple[float, int, Mapping[str, float]]]  # (s, bytes, bytes by owner)
+    update_bytes: float = 0.0  # of `held_parts`, of the optimizer, and freed before the passes
 
 
 @dataclass(frozen=True, slots=True)

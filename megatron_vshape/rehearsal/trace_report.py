@@ -92,7 +92,8 @@ def report_of_trace(
         reserved_bytes=replayed.reserved + (graphs.pool + graphs.inputs if graphs else 0),
         held_bytes=steps.held_bytes + replayed.unsplit,
         held_parts=steps.held_parts,
-        replaced_bytes=_replaced_bytes(ledger),
+        replaced_bytes=_replaced_bytes(ledger, "activations", "rest"),
+        update_bytes=_replaced_bytes(ledger, "optimizer"),
         held_between_passes_bytes=_peak_between_passes(passes),
         parts=parts_of(at_peak, peak),
         when=PeakMoment(ledger.peak_phase, ledger.peak_place),
@@ -173,14 +174,16 @@ def _pass_reports(
 ) -> list[PassReport]:
     """Summarize the passes per kind and chunk.
 
-    The work is that of the last pass, because the first one also casts weights.
+    The work is that of the pass with least memory traffic: the first one also casts weights, and
+    the last one scales and reduces the gradients of the step.
     """
     records: dict[tuple[str, int], list[PassRecord]] = {}
     for record in passes:
         records.setdefault((record.phase.kind, record.phase.chunk), []).append(record)
     reports = []
     for (kind, chunk), ran in sorted(records.items()):
-        work = ran[-1].did.repeating(keys, [ran[-1].did])
+        did = min((record.did for record in reversed(ran)), key=lambda work: work.bytes_moved)
+        work = did.repeating(keys, [did])
         seconds = step_time(work, gpu, launches)
         pool = graph_pool if kind == "F" else None
         reports.append(
@@ -240,14 +243,14 @@ def _peak_between_passes(passes: Sequence[PassRecord]) -> int:
     return max(record.after_bytes for record in passes) - passes[0].before_bytes
 
 
-def _replaced_bytes(ledger: Ledger) -> int:
+def _replaced_bytes(ledger: Ledger, *parts: str) -> int:
     """Return the bytes that stay allocated between steps until the next step allocates them again.
 
-    Workspaces and dummy gradients stay for all steps.
+    Workspaces and dummy gradients stay for all steps. Of the optimizer, these are fp32 copies of
+    gradients, which are freed before the passes.
     """
     return sum(
         record.size
         for record in ledger.records
-        if record.born < ledger.step_start <= record.died < NEVER
-        and part_of(record) in ("activations", "rest")
+        if record.born < ledger.step_start <= record.died < NEVER and part_of(record) in parts
     )

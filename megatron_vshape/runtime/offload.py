@@ -41,7 +41,7 @@ from megatron_vshape.runtime.activation_tracker import nodes_behind, saved_by
 from megatron_vshape.runtime.graph_memory import Segments
 from megatron_vshape.runtime.host_memory import HostMemory, Moment
 from megatron_vshape.runtime.program_runner import Handler
-from megatron_vshape.runtime.weight_jobs import is_plain
+from megatron_vshape.runtime.weight_jobs import is_plain, plain_tensors
 
 SMALL = 1 / 64
 """Share of the largest storage of a microbatch below which a storage is not offloaded."""
@@ -125,7 +125,9 @@ class Offload:
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Exclude these tensors (parameters, gradients, buffers) as long as they live."""
-        self._kept = frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
+        # A quantized parameter has no storage of its own.
+        parts = plain_tensors(list(tensors))
+        self._kept = frozenset(part.untyped_storage()._cdata for part in parts)
 
     def has_learned(self, stages: Collection[int]) -> bool:
         """Return whether the shared storages of all these stages are known."""

@@ -314,10 +314,12 @@ class Predictor:
         gpu, communicators = self.machine.gpu, self.counts(config).communicators
         outside = gpu.outside_bytes(communicators)
         fixed = costs.fixed_bytes(schedule.placement, schedule.num_devices)
+        update_share = self.counts(config).update_share
         ranks = tuple(
             RankPeak(
                 fixed_bytes - costs.device_bytes,
-                peak_bytes - fixed_bytes,
+                # The peak is in the passes or, with few activations, in the optimizer's step.
+                max(peak_bytes - fixed_bytes, update_share * (fixed_bytes - costs.device_bytes)),
                 costs.device_bytes,
                 outside,
             )

@@ -594,20 +594,39 @@ def test_the_step_is_that_of_all_microbatches(warm: Warm, tmp_path: Path) -> Non
     assert max(steps) < 1.25 * min(steps)
 
 
+WIDE = """
+    --hidden-size 4096 --ffn-hidden-size 65536 --bf16 --use-distributed-optimizer
+    --overlap-grad-reduce --grad-reduce-in-bf16
+""".split()
+LONG = ["--seq-length", "1024", "--max-position-embeddings", "1024"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus"),
+    [([], 2), (WIDE, 4), ([*WIDE, *LONG], 4)],
+    ids=["tiny", "wide", "wide, long"],
+)
 def test_advise_and_rehearse_agree_on_the_step(
-    warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], gpus: int
 ) -> None:
+    """With wide layers, advise took the scaling of all gradients for work of each microbatch, and
+    counted fp32 copies of them as held during the passes.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    _, report = rehearse(warm, tmp_path, TINY, "--alone", "--gpus", "2")
+    command = [*TINY, *flags]
+    _, report = rehearse(warm, tmp_path, command, "--alone", "--gpus", str(gpus))
     file = tmp_path / "advice.json"
     keep = "tp,pp,ep,cp,microbatch,recompute"
-    options = ["advise", "--gpus", "2xH100", "--json", str(file), "--seconds", "1", "--keep", keep]
-    ran = warm(tmp_path, *options, "--", "pretrain_gpt.py", *TINY)
+    options = ["advise", "--gpus", f"{gpus}xH100", "--json", str(file), "--seconds", "1"]
+    options += ["--keep", keep]
+    ran = warm(tmp_path, *options, "--", "pretrain_gpt.py", *command)
     assert ran.returncode == 0, ran.stderr
     today = json.loads(file.read_text())["today"]
     assert today["step_s"] == pytest.approx(report["step_s"], rel=0.02)
     peaks = [rank["peak_bytes"] for rank in report["ranks"]]
-    assert today["peak_bytes"] == pytest.approx(peaks, rel=0.02)
+    # Megatron's local layers have a dummy gradient in the passes, of one weight.
+    dummy = 2 * 4096 * 65536 if flags else 0
+    assert today["peak_bytes"] == pytest.approx(peaks, rel=0.02, abs=dummy)
 
 
 EXPERTS = """

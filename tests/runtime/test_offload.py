@@ -254,6 +254,29 @@ def blocks_from(host: HostMemory, num_bytes: int) -> list[Tensor]:
     return [block for block, _ in blocks]
 
 
+def test_the_parts_of_a_quantized_parameter_stay_on_the_device() -> None:
+    """Transformer Engine's FP8 weights have no storage of their own, but those of their parts."""
+
+    class Quantized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._data, self._scale = torch.zeros(4, dtype=torch.uint8), torch.ones(1)
+
+        def get_data_tensors(self) -> Tensor:
+            return self._data
+
+        def untyped_storage(self) -> UntypedStorage:
+            raise RuntimeError("no GPU")
+
+    parameter: Any = Quantized()
+    offload = Offload(CPU, None)
+    offload.keep([parameter, torch.zeros(2)])
+    assert {part.untyped_storage()._cdata for part in (parameter._data, parameter._scale)} < (
+        offload._kept
+    )
+    assert len(offload._kept) == 3
+
+
 def test_host_memory_is_reused_and_stops_growing() -> None:
     host = HostMemory(CPU)
     first = blocks_from(host, 16_000)

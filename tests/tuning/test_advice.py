@@ -642,12 +642,12 @@ def test_rows_that_do_not_start_are_found(warm: Warm, monkeypatch: pytest.Monkey
 
 def test_script_starts_the_recommended_command(tmp_path: Path) -> None:
     subject = Subject.of_command(["A=1", "pretrain_gpt.py", "--data-path", "1 a b", "--bf16"], "")
-    command = replace(subject.command, environment={"NVTE_FLASH_ATTN": "0"})
+    command = replace(subject.command, environment={"NVTE_FP8_DPA_BWD": "0"})
     path = tmp_path / "train.sh"
     path.write_text(script_of(command, 16, 8))
     again = read_command([str(path)])
     assert (again.flags, again.script) == (command.flags, "pretrain_gpt.py")
-    assert again.environment["NVTE_FLASH_ATTN"] == "0"
+    assert again.environment["NVTE_FP8_DPA_BWD"] == "0"
     assert again.launched == {"--nnodes": "2", "--nproc-per-node": "8"}
 
 
