@@ -129,8 +129,8 @@ def test_estimate_rejects_other_origins(client: Any) -> None:
 
 
 def test_the_script_of_a_command_is_replaced(empty_folder: Path) -> None:
-    words = safe_words(f"PYTHONPATH=/opt/Megatron-LM NVTE_FLASH_ATTN=0 {GPT}")
-    assert words[:4] == ["NVTE_FLASH_ATTN=0", "--nproc-per-node", "2", "pretrain_gpt.py"]
+    words = safe_words(f"PYTHONPATH=/opt/Megatron-LM NVTE_FP8_DPA_BWD=0 {GPT}")
+    assert words[:4] == ["NVTE_FP8_DPA_BWD=0", "--nproc-per-node", "2", "pretrain_gpt.py"]
     assert words[4:8] == SIZES.split()[:4]
     assert list(empty_folder.iterdir()) == []
 
