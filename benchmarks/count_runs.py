@@ -129,12 +129,11 @@ def job_of(row: Row, stage: int, layers: int, megatron: Path) -> RankJob:
         rank=(stage + 1) * replicas - 1,
         stage=stage,
         name=f"{key_of(row)} @{stage}/{layers}",
-        watches_passes=False,
     )
 
 
 def summary_of(report: RankReport) -> Row:
-    """Return the work of the last microbatch, and work that occurs once per step."""
+    """Return the work of a microbatch, and work that occurs once per step."""
     rank_work = report.step.work.plain()
     sums = {"bytes_moved": 0.0, "kernels": 0, "captured": 0, "captured_gemms": 0}
     attention: dict[str, float] = {}

@@ -154,7 +154,7 @@ class _Replacements:
             self._log_notices()
         if self._job.has_schedule:
             _register_schedules(_stop if self._job.checks_only else self._ledger.during)
-        elif self._job.watches_passes:
+        else:
             self._passes.watch_megatrons(schedules)
 
     def _parse(self, call: Callable[..., Any], parser: Any, *args: Any, **kwargs: Any) -> Any:

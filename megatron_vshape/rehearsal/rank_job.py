@@ -36,7 +36,6 @@ class RankJob:
     name: str = ""  # of the result
     imbalance: float = 1.0  # tokens of this rank's experts relative to the mean
     lora: LoraConfig | None = None
-    watches_passes: bool = True  # otherwise the report has no passes
     batch_microbatches: int = 0  # of the batch, if the flags have a smaller one; 0: theirs
     checks_only: bool = False  # stop before the first pass: only the start-up checks run
     traces_all: bool = False  # trace microbatches that repeat earlier ones, too

@@ -56,7 +56,7 @@ class TracedSteps:
         from megatron.core import parallel_state
 
         job = self._job
-        if not job.watches_passes or job.has_schedule or job.traces_all or len(model.chunks) > 1:
+        if job.has_schedule or job.traces_all or len(model.chunks) > 1:
             return None
         stage = parallel_state.get_pipeline_model_parallel_rank()
         return repeats.needed_microbatches(model.args, stage)

@@ -117,6 +117,8 @@ def test_interrupted_trial_prints_its_rows_and_leaves_no_process(
     code = (
         "import sys, megatron_vshape.tuning.training_run as runs, megatron_vshape.cli.trial as t; "
         "from megatron_vshape.cli.main import main; runs.STOPPING_S = 0.5; t._versions = dict; "
+        # Ignored if a shell has started the tests in the background.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "sys.exit(main())"
     )
     command = [sys.executable, "-c", code, "trial", "--schedules", "zb-h2", "--steps", "8", "--"]
