@@ -120,7 +120,7 @@ _BACKENDS = {
 
 
 def _with_present_names(command: Command) -> Command:
-    """Replace settings of forks and of Megatron before 2022 by those with the same memory."""
+    """Replace settings of forks and of old releases of Megatron by those with the same memory."""
     notes = [*command.notes]
     name = command.value("--position-embedding-type", "none")
     if name not in _POSITIONS:

@@ -225,9 +225,8 @@ class _Worker:
         Raises:
             ScheduleError: The worker has ended.
         """
-        requests, results = self._process.stdin, self._process.stdout
-        assert requests is not None
-        assert results is not None
+        requests: Any = self._process.stdin
+        results: Any = self._process.stdout
         with contextlib.suppress(BrokenPipeError):
             requests.write("".join(job.to_json() + "\n" for job in jobs) + "\n")
             requests.flush()

@@ -83,7 +83,7 @@ def prepare(megatron: str | None, te: str | None) -> None:
 def _deferred_import(name: str) -> Iterator[None]:
     """Have modules that are imported in this context import `name` at the first use of its names.
 
-    Megatron's tokenizers import transformers, which takes a third of the time of `prepare`, but a
+    Megatron's tokenizers import transformers, which takes a fifth of the time of `prepare`, but a
     dry run has a tokenizer without files.
     """
     if name in sys.modules:
