@@ -50,6 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(directory.cleanup)
     os.environ["HOME"] = directory.name
     os.environ["XDG_CACHE_HOME"] = str(Path(directory.name, ".cache"))
+    os.environ["HF_HUB_OFFLINE"] = "1"
     downloads = sorted(DOWNLOADS.glob("transformer_engine-*"))
     if downloads:
         os.environ.setdefault(TE_VARIABLE, str(downloads[-1]))

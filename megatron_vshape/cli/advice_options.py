@@ -120,7 +120,7 @@ def prepare_advice(
         programs,
         grid=grid,
         left_out=left_out,
-        with_fsdp=options.lora_rank is None,
+        with_fsdp=options.lora_rank is None and subject.command.lora is None,
         command_name="the proposal" if proposals else "today",
     )
     with report_progress(lambda us: f"{us * 1e-6:.1f} s"):

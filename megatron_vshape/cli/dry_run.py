@@ -85,7 +85,7 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     group(parser, MODEL).add_argument(
         "--model",
         metavar="NAME|FILE",
-        help="Model instead of its flags: preset (qwen3-235b-a22b) or Hugging Face config.json",
+        help="Model instead of its flags: preset (qwen3-8b), name on Hugging Face, or config.json",
     )
     group(parser, MODEL).add_argument(
         "--imbalance",
@@ -135,24 +135,31 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command_with_model(options: argparse.Namespace) -> Command:
-    """Read the command, with the flags of --model before its flags; print the model's flags.
+    """Read the command, with the flags of its model before its flags; print the model's flags.
+
+    The model is that of --model, or the one that a framework's command names.
 
     Raises:
         ScheduleError: the model or the command cannot be read, or both have a model.
     """
-    if options.model is None:
-        return read_command(options.command)
-    check_installed("--model", "estimate", "pydantic", "yaml")
-    from megatron_vshape.tuning.files import find_model, load_model
-
-    subject = load_model(find_model(options.model))
-    has_script = any(word.endswith(".py") for word in options.command)
-    command = read_command(options.command) if options.command else Command("", ())
-    if command.layers:
+    has_command = options.model is None or bool(options.command)
+    command = read_command(options.command) if has_command else Command("", ())
+    if command.layers and options.model is not None:
         raise ScheduleError(
             f"--model {options.model} and the command both have a model: remove one of them"
         )
-    length = command.number("--seq-length", 4096)
+    name = options.model or ("" if command.layers else command.model_name)
+    if not name:
+        return command
+    check_installed("--model", "estimate", "pydantic", "yaml")
+    from megatron_vshape.tuning.files import load_model
+    from megatron_vshape.tuning.model_names import find_model
+
+    subject = load_model(find_model(name))
+    notes = command.notes
+    if not command.has("--seq-length"):
+        notes += (f"Sequences of {_LENGTH:,} tokens are assumed: set --seq-length.",)
+    length = command.number("--seq-length", _LENGTH)
     positions = max(length, subject.command.number("--max-position-embeddings", 0))
     model = subject.command.having(seq_length=length, max_position_embeddings=positions)
     model = model.having(bf16=None) if command.has("--fp16") else model
@@ -162,8 +169,14 @@ def command_with_model(options: argparse.Namespace) -> Command:
         f"{subject.name}: {total * 1e-9:.1f}B parameters, {active * 1e-9:.1f}B active. Flags, to "
         "edit and give after -- instead of --model:\n  " + " \\\n  ".join(lines) + "\n"
     )
+    has_script = any(word.endswith(".py") for word in options.command)
     script = command.script if has_script else subject.command.script
-    return replace(command, script=script, flags=(*model.flags, *command.flags))
+    flags = (*model.flags, *command.flags)
+    return replace(command, script=script, flags=flags, model_name=name, notes=notes)
+
+
+_LENGTH = 4096
+"""Sequence length of a model without a command that sets it."""
 
 
 def with_batch(command: Command, gpus: int) -> Command:
@@ -187,7 +200,7 @@ def dry_run_config(options: argparse.Namespace, command: Command, gpu: Gpu) -> D
         options.vocabulary,
         options.imbalance,
         options.strict,
-        _lora_of(options),
+        _lora_of(options) or command.lora,
     )
 
 

@@ -194,7 +194,7 @@ def _gpu(options: argparse.Namespace) -> Gpu:
 
 
 def _read_sized_command(options: argparse.Namespace) -> tuple[Command, Sizes]:
-    """Read the command and its sizes; with --model, it gets a batch for the number of GPUs."""
+    """Read the command and its sizes; with a named model, it gets a batch unless it has one."""
     command = command_with_model(options)
     for note in command.notes:
         print(report.wrap_text(note))
@@ -203,7 +203,7 @@ def _read_sized_command(options: argparse.Namespace) -> tuple[Command, Sizes]:
     if options.gpus is None and unknown:
         print(report.wrap_text(unknown))
     sizes = sizes_of(command, gpus if options.gpus is None else options.gpus.number)
-    if options.model is not None:
+    if command.model_name:
         command = with_batch(command, sizes.world)
     return command, sizes
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.layout import hybrid
+from megatron_vshape.rehearsal.rank_job import LoraConfig
 
 SCHEDULE = "--pipeline-schedule"
 STAGE_BEFORE_DATA = "--use-tp-pp-dp-mapping"
@@ -39,6 +40,7 @@ class Command:
     launched: Mapping[str, str] = field(default_factory=dict)  # nodes and processes per node
     model_name: str = ""  # of a framework's configuration, which has no sizes of the model
     notes: tuple[str, ...] = ()  # for the user: omissions and assumptions
+    lora: LoraConfig | None = None  # adapters that a framework's command trains
 
     def value(self, flag: str, default: str | None = None) -> str | None:
         """Return the value of the last occurrence of a flag.

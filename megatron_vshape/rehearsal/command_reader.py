@@ -32,6 +32,7 @@ from megatron_vshape.rehearsal.saved_config import (
     config_of_verl,
     flags_of_config,
     is_saved_config,
+    lora_of_config,
 )
 from megatron_vshape.rehearsal.shell_script import (
     SlurmSizes,
@@ -41,19 +42,22 @@ from megatron_vshape.rehearsal.shell_script import (
 )
 from megatron_vshape.rehearsal.slime_scripts import SLIME_MARK, SLIME_SIZES, slime_flags
 
+_WITH_ENCODER = "vision-language"
+"""Models whose configuration contains that of the language model, which is estimated."""
+
 _OTHER_MODELS = {
     "bert": "BERT",
     "t5": "T5",
     "ict": "ICT",
     "vision": "vision",
-    "vlm": "vision-language",
-    "vl": "vision-language",
-    "omni": "vision-language",
+    "vlm": _WITH_ENCODER,
+    "vl": _WITH_ENCODER,
+    "omni": _WITH_ENCODER,
     "rl": "RL",
 }
 """Models that are not rehearsed, by a part of the script's name."""
 _FLAGS_OF_OTHER_MODELS = {
-    "vision-language": (
+    _WITH_ENCODER: (
         "--language-model-type",
         "--vision-model-type",
         "--img-h",
@@ -303,9 +307,11 @@ def _assignment(word: str) -> tuple[str, str]:
     return (match[1], match[2]) if match else ("", "")
 
 
-def _reject_other_models(command: Command) -> None:
+def _reject_other_models(command: Command, *permitted: str) -> None:
     name = Path(command.script).stem.lower()
     for part, model in _OTHER_MODELS.items():
+        if model in permitted:
+            continue
         flags = _FLAGS_OF_OTHER_MODELS.get(model, ())
         if part in name.replace("-", "_").split("_") or any(map(command.has, flags)):
             raise ScheduleError(
@@ -370,7 +376,7 @@ def _command_of_yaml(
     if is_saved_config(content):
         return _command_of_saved_config(content, command, extra_flags)
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
-        _reject_other_models(_model_of(content))
+        _reject_other_models(_model_of(content), _WITH_ENCODER)
     check_format(path, content)
     if (config := config_of_file(path, content, extra_flags)) is not None:
         return _command_of_framework(config, command)
@@ -406,7 +412,6 @@ def _command_of_json(
 
 
 def _command_of_framework(config: FrameworkConfig, command: Command) -> Command:
-    _reject_other_models(Command(config.model_name.replace(".", "_"), ()))
     launched = {NODES: config.nodes, PROCESSES: config.processes}
     return replace(
         command,
@@ -421,14 +426,16 @@ def _command_of_framework(config: FrameworkConfig, command: Command) -> Command:
         },
         launched=launched if config.processes else command.launched,
         model_name=config.model_name,
+        lora=config.lora,
     )
 
 
 def _command_of_saved_config(
     config: Mapping[str, Any], command: Command, extra_flags: Sequence[str]
 ) -> Command:
-    _reject_other_models(_model_of(config))
-    return replace(command, flags=tuple(flags_of_config(config, extra_flags)))
+    _reject_other_models(_model_of(config), _WITH_ENCODER)
+    flags = tuple(flags_of_config(config, extra_flags))
+    return replace(command, flags=flags, lora=lora_of_config(config.get("peft")))
 
 
 def _model_of(config: Mapping[str, Any]) -> Command:

@@ -16,7 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal.saved_config import flags_of_arguments, flags_of_config
+from megatron_vshape.rehearsal.rank_job import LoraConfig
+from megatron_vshape.rehearsal.saved_config import (
+    flags_of_arguments,
+    flags_of_config,
+    lora_of_config,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +47,7 @@ _SWIFT_DEFAULTS = """
     --micro_batch_size 1 --global_batch_size 16 --bf16 true --use_distributed_optimizer true
     --cross_entropy_loss_fusion true --expert_tensor_parallel_size 1 --attention_backend flash
     --recompute_granularity selective --moe_grouped_gemm true --moe_token_dispatcher_type alltoall
+    --apply_rope_fusion false
 """.split()
 """Defaults of ms-swift's MegatronArguments that differ from Megatron's."""
 
@@ -55,6 +61,7 @@ class FrameworkConfig:
     nodes: str = ""
     processes: str = ""  # per node
     environment: Mapping[str, str] = field(default_factory=dict)
+    lora: LoraConfig | None = None
 
 
 def check_format(path: Path, content: Any) -> None:
@@ -107,7 +114,9 @@ def _config_of_overrides(
     for name in content["model"]:
         if "vision" in name or name == "teacher":
             raise ScheduleError(f"{path} sets model.{name}: only language models are estimated")
-    return FrameworkConfig(flags_of_config(content, extra_flags), model_name)
+    return FrameworkConfig(
+        flags_of_config(content, extra_flags), model_name, lora=lora_of_config(content.get("peft"))
+    )
 
 
 def _config_of_nemo_rl(
@@ -150,7 +159,6 @@ def _config_of_nemo_rl(
         "ddp": megatron.get("distributed_data_parallel_config"),
         "optimizer": megatron.get("optimizer"),
         "train": {name: policy.get(f"train_{name}") for name in batches},
-        "peft": peft if peft.get("enabled") else None,
     }
     colocated = (policy.get("generation") or {}).get("colocated") or {}
     rollout = {} if colocated.get("enabled", True) else colocated.get("resources") or {}
@@ -162,6 +170,7 @@ def _config_of_nemo_rl(
         str(nodes),
         str((cluster.get("gpus_per_node") or 0) - rollout_gpus),
         {name: str(value) for name, value in (megatron.get("env_vars") or {}).items()},
+        lora_of_config(peft if peft.get("enabled") else None),
     )
 
 
@@ -188,8 +197,7 @@ def _config_of_primus(
     )
     settings = model | (trainer.get("overrides") or {})
     if framework == "megatron_bridge":
-        peft = settings.pop("peft", None)
-        config = {"model": settings, "peft": peft if peft != "none" else None}
+        config = {"model": settings, "peft": settings.pop("peft", None)}
         name = str(settings.get("hf_path") or settings.get("flavor") or "")
         return _config_of_overrides(path, config, extra_flags, name)
     flags, unknown = flags_of_arguments(module | settings)
@@ -203,15 +211,73 @@ def config_of_swift(words: Sequence[str]) -> FrameworkConfig | None:
     `words` are the command as a shell expands it, with variables before it.
 
     Raises:
-        ScheduleError: The command trains adapters, or no language model.
+        ScheduleError: The command trains no language model, or its YAML file cannot be read.
     """
     start = words.index("megatron") if "megatron" in words else len(words)
     if not {"sft", "pt", "rlhf"}.intersection(words[start + 1 : start + 2]):
         return None
     environment = dict(word.split("=", 1) for word in words[:start] if re.match(r"\w+=", word))
-    values: dict[str, list[Any]] = {}
+    settings = _swift_settings(words[start + 2 :])
+    if settings.get("freeze_llm"):
+        raise ScheduleError("--freeze_llm true trains no language model")
+    if settings.get("task_type", "causal_lm") != "causal_lm":
+        raise ScheduleError(f"--task_type {settings['task_type']} trains no language model")
+    if words[start + 1] == "rlhf":
+        logger.warning("models of megatron rlhf other than the trained one are not estimated")
+    lora = _lora_of_swift(settings)
+    flags, unknown = flags_of_arguments(
+        {name: value for name, value in settings.items() if name not in _SWIFT_MEANINGS}
+    )
+    _warn_of_unknown(name for name in unknown if not name.startswith(_SWIFT_READ))
+    return FrameworkConfig(
+        flags,
+        str(settings.get("model") or ""),
+        environment.get("NNODES", "1"),
+        environment.get("NPROC_PER_NODE", ""),
+        environment,
+        lora,
+    )
+
+
+_SWIFT_READ = ("lora_", "tuner_type", "target_modules", "adapters", "model", "freeze_", "config")
+"""Beginnings of arguments of ms-swift that are read, or have no effect on a language model."""
+
+
+_SWIFT_MEANINGS = {"loss_scale"}
+"""Arguments of Megatron that have another meaning in ms-swift."""
+
+
+def _swift_settings(words: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of ms-swift: its defaults, a YAML file, and flags after it.
+
+    Raises:
+        ScheduleError: the file cannot be read.
+    """
+    import yaml  # type: ignore[import-untyped]
+
+    values = _swift_values(_SWIFT_DEFAULTS)
+    flags = _swift_values(words)
+    for name in (*flags.pop("", ()), *flags.pop("config", ())):
+        try:
+            content = yaml.safe_load(Path(name).read_text())
+            values |= {_SWIFT_NAMES.get(key, key): value for key, value in content.items()}
+        except (OSError, AttributeError, yaml.YAMLError) as error:
+            raise ScheduleError(
+                f"megatron of ms-swift gets its arguments from {name}, which cannot be read: "
+                f"{error}. Start this program in the folder where you start ms-swift"
+            ) from None
+    values |= flags
+    return {
+        name: value[0] if isinstance(value, list) and len(value) == 1 else value
+        for name, value in values.items()
+    }
+
+
+def _swift_values(words: Sequence[str]) -> dict[str, Any]:
+    """Return the values of each argument in a list; words before the first one have no name."""
+    values: dict[str, Any] = {}
     name = ""
-    for word in (*_SWIFT_DEFAULTS, *words[start + 2 :]):
+    for word in words:
         if word.startswith("--"):
             flag, *value = word.removeprefix("--").split("=", 1)
             name = flag.replace("-", "_")
@@ -219,26 +285,19 @@ def config_of_swift(words: Sequence[str]) -> FrameworkConfig | None:
             values[name] = [*map(_scalar, value)]
         else:
             values.setdefault(name, []).append(_scalar(word))
-    settings: dict[str, Any] = {
-        name: value[0] if len(value) == 1 else value for name, value in values.items()
-    }
-    if settings.get("tuner_type", "full") != "full" or "adapters" in settings:
-        raise ScheduleError(
-            "megatron of ms-swift with --tuner_type lora trains adapters: add --tuner_type full"
-        )
-    if settings.get("task_type", "causal_lm") != "causal_lm":
-        raise ScheduleError(f"--task_type {settings['task_type']} trains no language model")
-    if words[start + 1] == "rlhf":
-        logger.warning("models of megatron rlhf other than the trained one are not estimated")
-    flags, unknown = flags_of_arguments(settings)
-    _warn_of_unknown(unknown)
-    return FrameworkConfig(
-        flags,
-        str(settings.get("model") or ""),
-        environment.get("NNODES", "1"),
-        environment.get("NPROC_PER_NODE", ""),
-        environment,
-    )
+    return values
+
+
+def _lora_of_swift(settings: Mapping[str, Any]) -> LoraConfig | None:
+    """Return the adapters of a command of ms-swift, which has one per expert."""
+    if settings.get("tuner_type", "full") == "full" and not settings.get("adapters"):
+        return None
+    targets = settings.get("target_modules", "all-linear")
+    targets = [targets] if isinstance(targets, str) else targets
+    targets = tuple(target for target in targets if target != "all-router")  # they are small
+    if settings.get("modules_to_save"):
+        logger.warning("--modules_to_save: the estimate does not include training these modules")
+    return LoraConfig(int(settings.get("lora_rank", 8)), targets, per_expert=True)
 
 
 def _warn_of_unknown(names: Iterable[str]) -> None:
@@ -252,7 +311,7 @@ def _read_with_parents(path: Path, key: str = "extends") -> dict[str, Any]:
     Raises:
         ScheduleError: A file cannot be read.
     """
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     try:
         content = yaml.safe_load(path.read_text())

@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal.rank_job import DEFAULT_TARGETS, LoraConfig
 
 logger = logging.getLogger(__name__)
 
@@ -120,14 +121,9 @@ def flags_of_config(config: Mapping[str, Any], extra_flags: Iterable[str] = ()) 
     Settings without a flag are logged in one line. `extra_flags` follow the file.
 
     Raises:
-        ScheduleError: Megatron is not installed; or the configuration trains adapters, has only the
-            name of a precision recipe, or lacks its pipeline layout.
+        ScheduleError: Megatron is not installed; or the configuration has only the name of a
+            precision recipe, or lacks its pipeline layout.
     """
-    if config.get("peft"):
-        raise ScheduleError(
-            "the configuration trains adapters (peft), and its settings are not read: set peft to "
-            "null, and add --lora-rank and --lora-targets"
-        )
     sections = _sections(config)
     parser = _Arguments()
     flags: list[str] = []
@@ -152,6 +148,31 @@ def flags_of_config(config: Mapping[str, Any], extra_flags: Iterable[str] = ()) 
     if lost:
         logger.warning("not said by a flag of Megatron, and left out: %s", ", ".join(lost))
     return flags
+
+
+def lora_of_config(peft: Any) -> LoraConfig | None:
+    """Return the adapters of a configuration's `peft`: Bridge's LoRA, its fields or its name.
+
+    Raises:
+        ScheduleError: it is another kind of adapters, such as DoRA.
+    """
+    if not peft or peft == "none":
+        return None
+    fields = peft if isinstance(peft, dict) else {"_target_": peft}
+    kind = str(fields.get("_target_", "lora")).rpartition(".")[2].lower()
+    if kind != "lora":
+        raise ScheduleError(
+            f"the configuration trains {kind:.40} adapters (peft): only LoRA is estimated. Set "
+            "peft to null, and add --lora-rank to estimate LoRA instead"
+        )
+    # Bridge: an empty list of targets means all linear layers, no list its four default ones.
+    targets = fields.get("target_modules", DEFAULT_TARGETS) or ("all-linear",)
+    per_expert = fields.get("share_expert_adapters") is False
+    return LoraConfig(int(fields.get("dim") or _LORA_DIM), tuple(targets), per_expert)
+
+
+_LORA_DIM = 32
+"""Bridge's default rank."""
 
 
 def flags_of_arguments(values: Mapping[str, Any]) -> tuple[list[str], list[str]]:

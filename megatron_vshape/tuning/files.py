@@ -28,6 +28,7 @@ from megatron_vshape.tuning.configurations import (
     SweepError,
     configuration_of_command,
 )
+from megatron_vshape.tuning.model_names import name_of
 
 logger = logging.getLogger(__name__)
 
@@ -314,33 +315,6 @@ _CPU = """
 """.split()
 
 
-def find_model(name: str) -> Path:
-    """Return the file of a model: that path, config.json in that folder, or a preset.
-
-    The name of a preset may have dashes, dots and an owner before a slash, in any case.
-
-    Raises:
-        SweepError: there is no such file and no such preset.
-    """
-    path = Path(name)
-    if path.is_dir():
-        path /= "config.json"
-    if path.is_file():
-        return path
-    package = Path(__file__).parents[1]
-    folders = (package / "examples", package.parent)  # installed, checkout
-    files = [file for folder in folders for file in sorted(folder.glob("configs/models/*.yaml"))]
-    presets = {re.sub("[^a-z0-9]", "", file.stem): file for file in files}
-    preset = presets.get(re.sub("[^a-z0-9]", "", name.lower().rpartition("/")[2]))
-    if preset is None:
-        names = ", ".join(file.stem for file in presets.values())
-        raise SweepError(
-            f"--model {name:.100} is no config.json, no folder with one, and no preset. "
-            f"Presets: {names}"
-        )
-    return preset
-
-
 def load_model(path: Path, on_cpu: bool = False) -> Subject:
     """Load the fields of a Hugging Face config.json, in JSON or YAML, as Megatron's flags.
 
@@ -363,9 +337,8 @@ def load_model(path: Path, on_cpu: bool = False) -> Subject:
         logger.warning("%s: %s", path, note)
     flags += _CPU if on_cpu else ["--bf16", "--use-distributed-optimizer"]
     logger.info("%s as Megatron's arguments: %s", path, " ".join(flags))
-    name = path.parent.resolve().name if path.name == "config.json" else path.stem
     command = read_command(flags)  # with the script of hybrid models
-    return Subject(name, command, data, translated=True)
+    return Subject(name_of(path), command, data, translated=True)
 
 
 def _with_defaults(sweep: Sweep, subject: Subject, path: Path) -> Sweep:

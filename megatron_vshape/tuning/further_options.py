@@ -65,7 +65,11 @@ def find_fitting_options(
         Flags and numbers of GPUs, as text.
     """
     command = replace(config, recompute=FULL).command(subject)
-    attempts = {str(index): attempt for index, attempt in enumerate(_attempts(command, config))}
+    attempts = {
+        str(index): attempt
+        for index, attempt in enumerate(_attempts(command, config))
+        if attempt.lora is None or programs.lora is None
+    }
     jobs = [
         replace(programs, lora=attempt.lora or programs.lora).job(
             attempt.command, attempt.sizes, rank, name

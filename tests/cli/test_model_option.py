@@ -10,7 +10,8 @@ import pytest
 from megatron_vshape.cli.dry_run import command_with_model, with_batch
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.command import Command
-from megatron_vshape.tuning.files import find_model, load_model
+from megatron_vshape.tuning.files import load_model
+from megatron_vshape.tuning.model_names import find_model
 
 pytest.importorskip("pydantic")
 
@@ -60,6 +61,19 @@ def test_a_framework_file_without_sizes_gets_the_model(tmp_path: Path) -> None:
     command = command_of("qwen3-8b", words)
     assert command.layers == 36
     assert command.value("--tensor-model-parallel-size") == "2"
+
+
+def test_the_model_that_a_framework_names() -> None:
+    words = "megatron sft --model Qwen/Qwen3-8B-Base --tensor_model_parallel_size 2"
+    command = command_of(None, words)
+    assert (command.layers, command.value("--hidden-size")) == (36, "4096")
+    assert command.value("--tensor-model-parallel-size") == "2"
+    assert command.notes == ("Sequences of 4,096 tokens are assumed: set --seq-length.",)
+    assert command_of(None, f"{words} --max_length 2048").notes == ()
+    assert command_of("llama-3.1-8b", words).layers == 32  # --model replaces it
+    assert command_of(None, f"{words} --num_layers 4").layers == 4
+    with pytest.raises(ScheduleError, match="the model example/none is no preset"):
+        command_of(None, "megatron sft --model example/none")
 
 
 def test_the_default_batch_divides_among_replicas() -> None:

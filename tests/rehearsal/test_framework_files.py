@@ -10,6 +10,7 @@ import pytest
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.command import Command, launched_gpus
 from megatron_vshape.rehearsal.command_reader import read_command
+from megatron_vshape.rehearsal.rank_job import LoraConfig
 from megatron_vshape.rehearsal.start_rules import check_model
 
 pytest.importorskip("megatron.training.arguments")
@@ -107,12 +108,28 @@ def test_nodes_of_generation_do_not_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("peft", "lora"),
+    [
+        ("enabled: false, dim: 8", None),
+        ("enabled: true, dim: 8, target_modules: []", LoraConfig(8, ("all-linear",))),
+        ("enabled: true, target_modules: [linear_qkv]", LoraConfig(32, ("linear_qkv",))),
+    ],
+)
+def test_adapters_of_nemo_rl(tmp_path: Path, peft: str, lora: LoraConfig | None) -> None:
+    text = NEMO_RL.replace("env_vars:", f"peft: {{{peft}}}\n    env_vars:")
+    assert nemo_rl(tmp_path, text).lora == lora
+
+
+@pytest.mark.parametrize(
     ("changed", "change", "message"),
     [
         ("enabled: true", "enabled: false", "trains without Megatron"),
-        ("env_vars:", "peft: {enabled: true, dim: 8}\n    env_vars:", "adapters"),
+        (
+            "env_vars:",
+            "peft: {enabled: true, _target_: DoRA}\n    env_vars:",
+            "trains dora adapters",
+        ),
         ("base.yaml", "absent.yaml", "absent.yaml is included and cannot be read"),
-        ("Model-8B", "Qwen2.5-VL-3B", "trains a vision-language model"),
         ("example/Model-8B", "${policy.model_name}", r"has a circle: a value \$\{...\}"),
         ("../base.yaml", "child.yaml", "has a circle: .* or an included file"),
     ],
@@ -232,14 +249,44 @@ def test_a_command_of_ms_swift_becomes_flags(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--tuner_type lora --lora_rank 8", "adapters"),
+        ("--freeze_llm true", "--freeze_llm true trains no language model"),
         ("--task_type embedding", "--task_type embedding trains no language model"),
-        ("--model Qwen/Qwen2.5-VL-7B-Instruct", "trains a vision-language model"),
+        ("--config absent.yaml", "gets its arguments from absent.yaml, which cannot be read"),
     ],
 )
 def test_commands_of_ms_swift_that_are_not_estimated(flags: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         read_command(["megatron", "sft", "--model", "example/Model-7B", *flags.split()])
+
+
+@pytest.mark.parametrize(
+    ("flags", "lora"),
+    [
+        ("--tuner_type full --lora_rank 4", None),
+        ("--tuner_type lora", LoraConfig(8, ("all-linear",), per_expert=True)),
+        ("--adapters output/run", LoraConfig(8, ("all-linear",), per_expert=True)),
+        (
+            "--tuner_type lora --lora_rank 16 --target_modules linear_qkv linear_proj all-router",
+            LoraConfig(16, ("linear_qkv", "linear_proj"), per_expert=True),
+        ),
+    ],
+)
+def test_adapters_of_ms_swift(flags: str, lora: LoraConfig | None) -> None:
+    words = ["megatron", "sft", "--model", "example/Model-7B", *flags.split()]
+    assert read_command(words).lora == lora
+
+
+def test_arguments_of_ms_swift_in_a_file(tmp_path: Path) -> None:
+    text = "model: example/Model-7B\nmax_length: 2048\nmicro_batch_size: 4\ntuner_type: lora\n"
+    file = str(written(tmp_path, "sft.yaml", text))
+    flags = "--micro_batch_size", "2", "--loss_scale", "last_round"
+    for words in ([file, *flags], ["--config", file, *flags]):
+        command = read_command(["megatron", "sft", *words])
+        assert command.model_name == "example/Model-7B"
+        assert command.number("--seq-length", 0) == 2048
+        assert command.number("--micro-batch-size", 0) == 2
+        assert command.lora is not None
+        assert not command.has("--loss-scale")  # in ms-swift, it weights tokens
 
 
 def test_overrides_of_a_recipe_need_the_model(tmp_path: Path) -> None:

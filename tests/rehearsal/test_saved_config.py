@@ -14,6 +14,7 @@ from rehearsal.warm import Warm
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.command_reader import read_command
+from megatron_vshape.rehearsal.rank_job import DEFAULT_TARGETS, LoraConfig
 
 pytest.importorskip("megatron.training.arguments")
 yaml = pytest.importorskip("yaml")
@@ -242,14 +243,21 @@ def test_a_named_precision_is_applied(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "wrong"),
     [
-        ({"peft": {"_target_": "LoRA", "dim": 8}}, "trains adapters .* set peft to null"),
-        ({"model": {"_target_": "a.qwen_vl.B"}}, "trains a vision-language model"),
+        ({"peft": {"_target_": "a.dora.DoRA"}}, "trains dora adapters .* Set peft to null"),
         ({"model": {"_target_": "a.t5_provider.T5ModelProvider"}}, "trains a T5 model"),
     ],
 )
 def test_unsupported_configurations_are_rejected(tmp_path: Path, change: Any, wrong: str) -> None:
     with pytest.raises(ScheduleError, match=wrong):
         read_command([written(tmp_path, saved("dense") | change)])
+
+
+def test_the_adapters_of_a_configuration(tmp_path: Path) -> None:
+    peft = {"_target_": "megatron.bridge.peft.lora.LoRA", "dim": 8, "share_expert_adapters": False}
+    config = saved("dense") | {"peft": peft}
+    lora = LoraConfig(8, DEFAULT_TARGETS, per_expert=True)
+    assert read_command([written(tmp_path, config)]).lora == lora
+    assert read_command([written(tmp_path, config | {"peft": None})]).lora is None
 
 
 def test_missing_megatron_arguments_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

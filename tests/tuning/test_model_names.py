@@ -13,8 +13,9 @@ from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.hf_config import flags_of_hf_config
 from megatron_vshape.rehearsal.megatron_layers import layers_of_command
 from megatron_vshape.tuning.configurations import Subject, faults
-from megatron_vshape.tuning.files import find_model, load_model, load_sweep
+from megatron_vshape.tuning.files import load_model, load_sweep
 from megatron_vshape.tuning.machine import Machine
+from megatron_vshape.tuning.model_names import find_model
 from megatron_vshape.tuning.predictor import key_of_count
 from megatron_vshape.tuning.proposals import propose, proposed_command
 
@@ -85,16 +86,39 @@ def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["qwen3_235b_a22b", "Qwen3-235B-A22B", "Qwen/Qwen3-235B-A22B", str(MODELS / "qwen3_8b.yaml")],
+    ("name", "preset"),
+    [
+        ("qwen3_235b_a22b", "qwen3_235b_a22b"),
+        ("Qwen3-235B-A22B", "qwen3_235b_a22b"),
+        ("Qwen/Qwen3-235B-A22B-Instruct-2507-FP8", "qwen3_235b_a22b"),
+        ("meta-llama/Meta-Llama-3.1-70B-Instruct", "llama_3_1_70b"),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16", "nemotron_3_nano"),
+        ("output/Qwen3-8B/v0-20260701/checkpoint-100-merged", "qwen3_8b"),
+        (str(MODELS / "qwen3_8b.yaml"), "qwen3_8b"),
+    ],
 )
-def test_names_of_presets(name: str) -> None:
-    assert find_model(name).parent == MODELS
+def test_names_of_presets(name: str, preset: str) -> None:
+    assert find_model(name) == MODELS / f"{preset}.yaml"
 
 
-def test_an_unknown_name_lists_the_presets() -> None:
-    with pytest.raises(ScheduleError, match=r"--model qwen9 is no config\.json.*deepseek_v3, "):
-        find_model("qwen9")
+@pytest.mark.parametrize("name", ["qwen9", "Qwen3-8B-Reranker-Q4", "/data/qwen9"])
+def test_an_unknown_name_lists_the_presets(name: str) -> None:
+    with pytest.raises(ScheduleError, match=rf"{name} is no config\.json.*deepseek_v3, "):
+        find_model(name)
+
+
+def test_a_model_of_hugging_faces_cache() -> None:
+    constants = pytest.importorskip("huggingface_hub").constants
+    repository = Path(constants.HF_HUB_CACHE, "models--example--Model-1B")
+    snapshot = repository / "snapshots" / "0123456789abcdef"
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(snapshot.name)
+    (snapshot / "config.json").write_text(json.dumps(VALUES))
+    subject = load_model(find_model("example/Model-1B"))
+    assert (subject.name, subject.layers) == ("Model-1B", 4)
+    with pytest.raises(ScheduleError, match=r"example/Model-2B is no preset, .* not downloaded"):
+        find_model("example/Model-2B")  # offline
 
 
 def test_a_folder_with_a_config_json(tmp_path: Path) -> None:
