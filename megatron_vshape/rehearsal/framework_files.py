@@ -153,12 +153,17 @@ def _config_of_nemo_rl(
         "mtp_num_layers": model.get("mtp_num_layers") or None,
         "bf16": policy.get("precision") == "bfloat16",
     }
-    batches = ("global_batch_size", "micro_batch_size")
+    sequences = 2 if content.keys() & {"dpo", "rm"} else 1  # of a sample: chosen and rejected
+    batches = {
+        name: policy[f"train_{name}"] * sequences
+        for name in ("global_batch_size", "micro_batch_size")
+        if policy.get(f"train_{name}")
+    }
     config = {
         "model": model,
         "ddp": megatron.get("distributed_data_parallel_config"),
         "optimizer": megatron.get("optimizer"),
-        "train": {name: policy.get(f"train_{name}") for name in batches},
+        "train": batches,
     }
     colocated = (policy.get("generation") or {}).get("colocated") or {}
     rollout = {} if colocated.get("enabled", True) else colocated.get("resources") or {}
@@ -224,6 +229,9 @@ def config_of_swift(words: Sequence[str]) -> FrameworkConfig | None:
         raise ScheduleError(f"--task_type {settings['task_type']} trains no language model")
     if words[start + 1] == "rlhf":
         logger.warning("models of megatron rlhf other than the trained one are not estimated")
+        if settings.get("rlhf_type", "dpo") in ("dpo", "rm") and not settings.get("packing"):
+            for batch in ("micro_batch_size", "global_batch_size"):
+                settings[batch] *= 2  # a sample has a chosen and a rejected answer
     lora = _lora_of_swift(settings)
     flags, unknown = flags_of_arguments(
         {name: value for name, value in settings.items() if name not in _SWIFT_MEANINGS}

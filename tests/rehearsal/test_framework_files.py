@@ -101,6 +101,13 @@ def test_a_recipe_of_nemo_rl_follows_its_defaults(tmp_path: Path) -> None:
     assert command.model_name == "example/Model-8B"
 
 
+@pytest.mark.parametrize("section", ["dpo", "rm"])
+def test_a_sample_of_preferences_in_nemo_rl(tmp_path: Path, section: str) -> None:
+    command = nemo_rl(tmp_path, f"{NEMO_RL}\n{section}: {{max_num_epochs: 1}}\n")
+    assert command.number("--global-batch-size", 0) == 2 * 512
+    assert command.number("--micro-batch-size", 0) == 2
+
+
 def test_nodes_of_generation_do_not_train(tmp_path: Path) -> None:
     generation = "\n  generation: {colocated: {enabled: false, resources: {num_nodes: 1}}}\ncluster"
     command = nemo_rl(tmp_path, NEMO_RL.replace("\ncluster", generation))
@@ -274,6 +281,16 @@ def test_commands_of_ms_swift_that_are_not_estimated(flags: str, message: str) -
 def test_adapters_of_ms_swift(flags: str, lora: LoraConfig | None) -> None:
     words = ["megatron", "sft", "--model", "example/Model-7B", *flags.split()]
     assert read_command(words).lora == lora
+
+
+@pytest.mark.parametrize(
+    ("flags", "sequences"),
+    [("", 2), ("--rlhf_type rm", 2), ("--rlhf_type grpo", 1), ("--packing true", 1)],
+)
+def test_a_sample_of_preferences_has_two_answers(flags: str, sequences: int) -> None:
+    command = read_command(["megatron", "rlhf", "--model", "example/Model-7B", *flags.split()])
+    assert command.number("--micro-batch-size", 1) == sequences
+    assert command.number("--global-batch-size", 1) == 16 * sequences
 
 
 def test_arguments_of_ms_swift_in_a_file(tmp_path: Path) -> None:
