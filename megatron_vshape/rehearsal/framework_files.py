@@ -1,4 +1,4 @@
-"""Read configurations of NeMo-RL, Primus, ms-swift and overrides of Megatron-Bridge's recipes.
+"""Read configurations of NeMo-RL, ROLL, Primus, ms-swift and overrides of Bridge's recipes.
 
 These frameworks name their model, whose sizes are in another file. A command without these sizes is
 rejected by `check_model` of start_rules.py.
@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,8 @@ def _config_of_mapping(
         content = _read_with_parents(path, "defaults")
         if isinstance(content.get("policy"), dict):
             return _config_of_nemo_rl(path, content, extra_flags)
+    if isinstance(content.get("actor_train"), dict):
+        return _config_of_roll(path, content, extra_flags)
     if isinstance(content.get("model"), dict):
         return _config_of_overrides(path, content, extra_flags)
     return None
@@ -123,16 +126,8 @@ def _config_of_nemo_rl(
     path: Path, content: Mapping[str, Any], extra_flags: Sequence[str]
 ) -> FrameworkConfig:
     """Read the training part of a recipe of NeMo-RL: `policy.megatron_cfg`."""
-
-    def referenced_value(match: re.Match[str]) -> Any:
-        """Look up ${policy.precision} and similar; functions such as ${mul:} are None."""
-        value: Any = content
-        for name in match[1].split("."):
-            value = value.get(name) if isinstance(value, dict) and not match[2] else None
-        return _substitute(value, referenced_value)
-
     policy, cluster = (content.get(name) or {} for name in ("policy", "cluster"))
-    policy = _substitute(policy, referenced_value)
+    policy = _with_references(policy, content)
     megatron = policy.get("megatron_cfg") or {}
     if not megatron.get("enabled"):
         raise ScheduleError(
@@ -176,6 +171,67 @@ def _config_of_nemo_rl(
         str((cluster.get("gpus_per_node") or 0) - rollout_gpus),
         {name: str(value) for name, value in (megatron.get("env_vars") or {}).items()},
         lora_of_config(peft if peft.get("enabled") else None),
+    )
+
+
+_ROLL_DEFAULTS = {
+    "moe_token_dispatcher_type": "allgather",
+    "expert_tensor_parallel_size": 1,
+    "bias_activation_fusion": False,
+    "apply_rope_fusion": False,
+}
+"""Defaults of ROLL's mcore_adapter (training_args.py) that differ from Megatron's."""
+
+_LORA_NAMES = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "linear_qkv"),
+    "o_proj": "linear_proj",
+    **dict.fromkeys(("gate_proj", "up_proj"), "linear_fc1"),
+    "down_proj": "linear_fc2",
+}
+"""Megatron's linear layers by their names in Hugging Face models."""
+
+
+def _config_of_roll(
+    path: Path, content: Mapping[str, Any], extra_flags: Sequence[str]
+) -> FrameworkConfig:
+    """Read the training of the actor in a pipeline of ROLL."""
+    worker = _with_references(content["actor_train"], content)
+    strategy, model, training = (
+        worker.get(name) or {} for name in ("strategy_args", "model_args", "training_args")
+    )
+    if strategy.get("strategy_name") != "megatron_train":
+        raise ScheduleError(
+            f"{path} trains without Megatron: actor_train.strategy_args.strategy_name is not "
+            "megatron_train"
+        )
+    settings = _ROLL_DEFAULTS | (strategy.get("strategy_config") or {})
+    if settings.get("recompute_granularity") == "full":
+        settings = {"recompute_method": "uniform", "recompute_num_layers": 1} | settings
+    if settings.pop("moe_layer_recompute", False):
+        settings |= {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    if isinstance(modules := settings.get("recompute_modules"), str):
+        settings["recompute_modules"] = modules.replace(" ", "").split(",")
+    lengths = (content.get(name) or 0 for name in ("prompt_length", "response_length"))
+    settings |= {
+        "seq_length": content.get("sequence_length") or sum(lengths),
+        "bf16": model.get("dtype", "bf16") == "bf16",
+    }
+    ranges = re.findall(r"range\((\d+), *(\d+)\)", str(worker.get("device_mapping")))
+    gpus = sum(int(end) - int(start) for start, end in ranges)
+    sizes = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
+    ranks = prod(settings.get(f"{size}_size") or 1 for size in sizes)
+    sequences = 2 if "chosen_key" in content else 1  # of a sample
+    microbatch = (training.get("per_device_train_batch_size") or 1) * sequences
+    samples = microbatch * (training.get("gradient_accumulation_steps") or 1)
+    batches = {"micro_batch_size": microbatch, "global_batch_size": samples * (gpus // ranks or 1)}
+    rank, targets = model.get("lora_rank"), str(model.get("lora_target") or "all-linear")
+    names = dict.fromkeys(_LORA_NAMES.get(name, name) for name in targets.split(","))
+    return FrameworkConfig(
+        flags_of_config({"model": settings, "train": batches}, extra_flags),
+        str(model.get("model_name_or_path") or content.get("pretrain") or ""),
+        "1",
+        str(gpus),
+        lora=LoraConfig(int(rank), tuple(names)) if rank else None,
     )
 
 
@@ -330,7 +386,10 @@ def _read_with_parents(path: Path, key: str = "extends") -> dict[str, Any]:
         raise ScheduleError(f"{path} is included and cannot be read: {error}") from None
     merged: dict[str, Any] = {}
     for name in [names] if isinstance(names, str) else names:
-        merged = _merge(merged, _read_with_parents(path.parent / name, key))
+        file, at, _ = str(name).partition("@")  # Hydra: envs@_here_ is envs.yaml
+        if file != "_self_":
+            included = path.parent / (f"{file}.yaml" if at else file)
+            merged = _merge(merged, _read_with_parents(included, key))
     return _merge(merged, content)
 
 
@@ -360,6 +419,19 @@ def _substitute(value: Any, value_of: Callable[[re.Match[str]], Any]) -> Any:
     if match := _REFERENCE.fullmatch(value):
         return value_of(match)
     return _REFERENCE.sub(lambda match: str(value_of(match)), value)
+
+
+def _with_references(value: Any, content: Mapping[str, Any]) -> Any:
+    """Replace ${policy.precision} and similar by that value of the content."""
+
+    def value_of(match: re.Match[str]) -> Any:
+        """Return the value; functions such as ${mul:} are None."""
+        value: Any = content
+        for name in match[1].split("."):
+            value = value.get(name) if isinstance(value, dict) and not match[2] else None
+        return _substitute(value, value_of)
+
+    return _substitute(value, value_of)
 
 
 def _environment_value(match: re.Match[str]) -> Any:

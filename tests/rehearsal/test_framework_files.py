@@ -148,6 +148,70 @@ def test_runs_of_nemo_rl_that_are_not_estimated(
         nemo_rl(tmp_path, NEMO_RL.replace(changed, change))
 
 
+ROLL = """
+defaults: [../shared/envs@_here_, _self_]
+pretrain: example/Model-8B
+prompt_length: 1024
+response_length: 3072
+actor_train:
+  model_args: {dtype: bf16, lora_rank: 16, lora_target: "q_proj,v_proj,o_proj"}
+  training_args: {per_device_train_batch_size: 2, gradient_accumulation_steps: 8}
+  strategy_args:
+    strategy_name: megatron_train
+    strategy_config:
+      tensor_model_parallel_size: 2
+      pipeline_model_parallel_size: 4
+      virtual_pipeline_model_parallel_size: 2
+      use_distributed_optimizer: true
+      recompute_granularity: full
+      recompute_modules: "core_attn,mlp"
+  device_mapping: list(range(8,24))
+"""
+
+
+def roll(folder: Path, text: str = ROLL) -> Command:
+    written(folder, "shared/envs.yaml", "prompt_length: 512\nnum_envs: 4\n")
+    return read_command([str(written(folder, "pipelines/run.yaml", text))])
+
+
+def test_a_pipeline_of_roll_trains_its_actor(tmp_path: Path) -> None:
+    command = roll(tmp_path)
+    numbers = {
+        "--tensor-model-parallel-size": 2,
+        "--pipeline-model-parallel-size": 4,
+        "--num-virtual-stages-per-pipeline-rank": 2,
+        "--seq-length": 4096,
+        "--micro-batch-size": 2,
+        "--global-batch-size": 2 * 8 * 2,  # on two replicas
+        "--recompute-num-layers": 1,
+    }
+    assert {flag: command.number(flag, 0) for flag in numbers} == numbers
+    assert launched_gpus(command) == (16, "")
+    assert command.model_name == "example/Model-8B"
+    assert command.lora == LoraConfig(16, ("linear_qkv", "linear_proj"))
+    assert command.has("--no-rope-fusion")
+
+
+@pytest.mark.parametrize(
+    ("changed", "change", "flag", "value"),
+    [
+        ("prompt_length: 1024", "sequence_length: 2048", "--seq-length", "2048"),
+        ("pretrain", "chosen_key: chosen\npretrain", "--micro-batch-size", "4"),
+        ("recompute_granularity: full", "moe_layer_recompute: true", "--recompute-modules", "moe"),
+        ("{dtype: bf16, ", "{dtype: fp32, ", "--bf16", None),
+    ],
+)
+def test_settings_of_roll(
+    tmp_path: Path, changed: str, change: str, flag: str, value: str | None
+) -> None:
+    assert roll(tmp_path, ROLL.replace(changed, change)).value(flag) == value
+
+
+def test_other_strategies_of_roll_are_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match="trains without Megatron: actor_train"):
+        roll(tmp_path, ROLL.replace("megatron_train", "fsdp2_train"))
+
+
 PRIMUS = """
 work_group: ${PRIMUS_TEAM:amd}
 modules:
