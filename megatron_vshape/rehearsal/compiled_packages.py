@@ -1,4 +1,4 @@
-"""Replacements of other compiled packages of NVIDIA's images: Apex, DeepEP, mamba-ssm."""
+"""Replacements of other compiled packages: Apex, DeepEP, mamba-ssm, flash-linear-attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_vshape.rehearsal import exchanges, mamba
+from megatron_vshape.rehearsal import exchanges, gated_delta, mamba
 from megatron_vshape.rehearsal.device import Current
 from megatron_vshape.rehearsal.routing import Routing
 
@@ -17,7 +17,7 @@ _SOFTMAXES = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_
 
 
 def install() -> None:
-    """Make imports of Apex, DeepEP and mamba-ssm return replacements that compute shapes only."""
+    """Make imports of these packages return replacements that compute shapes only."""
     _module(
         "fused_weight_gradient_mlp_cuda",
         wgrad_gemm_accum_fp32=_accumulate,
@@ -37,7 +37,7 @@ def install() -> None:
         )
     _module("deep_ep", HybridEPBuffer=_HybridBuffer, Buffer=_DeepBuffer)
     _module("deep_ep.utils", EventHandle=_PastEvent, EventOverlap=_PastEvent)
-    for name, members in mamba.modules().items():
+    for name, members in (mamba.modules() | gated_delta.modules()).items():
         _module(name, **members)
 
 

@@ -181,7 +181,7 @@ def find_script(name: str, megatron: Path | None) -> Path:
     return script
 
 
-_PROVIDED = ("apex", "deep_ep", "mamba_ssm", "megatron", "transformer_engine")
+_PROVIDED = ("apex", "deep_ep", "fla", "mamba_ssm", "megatron", "transformer_engine")
 """Packages that a dry run has even if they are not installed."""
 
 

@@ -24,7 +24,7 @@ import json, sys, traceback
 from dataclasses import asdict
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from megatron_vshape.rehearsal import adjustments, device, mamba, routing, te_kernels
+from megatron_vshape.rehearsal import adjustments, device, gated_delta, mamba, routing, te_kernels
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.ledger import Ledger, fused
 from megatron_vshape.rehearsal.phases import STEP, Phase
@@ -407,6 +407,37 @@ CASES = {
         normed = norm(out.detach().requires_grad_(), mixed[..., :inner])
         normed.sum().backward()
         assert norm.weight.grad.shape == (inner,)
+    """,
+    "a gated delta rule keeps its inputs, the gate's sums and the inverse of each chunk": """
+        batch, tokens, heads, key, value = 2, 256, 4, 128, 64
+        bf16 = {"dtype": torch.bfloat16}
+        mixed = gpu(batch, tokens, 3 * heads * key, **bf16).requires_grad_()
+        weight = gpu(2 * heads * key, 4, **bf16).requires_grad_()
+        before = ledger.now
+        x, state = gated_delta.causal_conv1d(mixed[..., : 2 * heads * key], weight)
+        assert x.is_contiguous() and state is None
+        assert ledger.now - before == 2 * x.numel(), ledger.now - before
+        q, k = x.view(batch, tokens, 2, heads, key).unbind(2)
+        before = ledger.now
+        k = gated_delta.l2norm(k.contiguous())
+        statistics = 4 * batch * tokens * heads
+        assert ledger.now - before == 2 * k.numel() + statistics, ledger.now - before
+        q, v = q.contiguous(), gpu(batch, tokens, heads, value, **bf16).requires_grad_()
+        g, beta = gpu(batch, tokens, heads).requires_grad_(), gpu(batch, tokens, heads, **bf16)
+        before, flops = ledger.now, ledger.work.attention_flops.get("bfloat16", 0)
+        out, _ = gated_delta.chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=False)
+        squares = 2 * batch * tokens * heads * 64
+        kept = 4 * g.numel() + squares + 2 * out.numel()
+        assert out.shape == v.shape and ledger.now - before == kept, ledger.now - before
+        states = 2 * batch * (tokens // 64) * heads * key * value
+        peak = kept + states + 2 * k.numel() + 2 * 2 * v.numel()  # keys, values, new values
+        assert ledger.peak - before == peak, (ledger.peak - before, peak)
+        per_token = 2 * (64 * (3 * key + 2 * value) + 3 * key * value)
+        forward_flops = ledger.work.attention_flops["bfloat16"] - flops
+        assert forward_flops == batch * tokens * heads * per_token
+        out.sum().backward()
+        assert mixed.grad.shape == mixed.shape and weight.grad.shape == weight.shape
+        assert v.grad.shape == v.shape and g.grad.dtype == torch.float32
     """,
     "temporary memory of kernels equals that of an H200's allocator": """
         bf16 = {"dtype": torch.bfloat16}
