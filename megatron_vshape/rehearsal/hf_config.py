@@ -22,6 +22,10 @@ _SIZES = _names("""
     qk_nope_head_dim=qk_head_dim qk_rope_head_dim=qk_pos_emb_head_dim mamba_num_heads mamba_head_dim
     num_nextn_predict_layers=mtp_num_layers ssm_state_size=mamba_state_dim n_groups=mamba_num_groups
 """)
+_SIZES_OF_LINEAR_ATTENTION = _names("""
+    full_attention_interval=linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
+    linear_value_head_dim linear_num_key_heads linear_num_value_heads
+""")
 _NUMBERS = _names("""
     rms_norm_eps=norm_epsilon layer_norm_epsilon=norm_epsilon layer_norm_eps=norm_epsilon
     rope_theta=rotary_base rotary_emb_base=rotary_base partial_rotary_factor=rotary_percent
@@ -61,7 +65,7 @@ def _make_model(name: str, *fields: dict[str, Any]) -> type[BaseModel]:
 _Rope = _make_model(
     "Rope",
     _fields(str, ["rope_type"]),
-    _fields(_Number, ["factor", "rope_theta", "mscale", "mscale_all_dim"]),
+    _fields(_Number, ["factor", "rope_theta", "mscale", "mscale_all_dim", "partial_rotary_factor"]),
 )
 _SIZES_OF_GROUPS = """
     num_key_value_heads n_shared_experts n_group topk_group decoder_sparse_step sliding_window
@@ -70,7 +74,7 @@ _SIZES_OF_GROUPS = """
 _DROPOUTS = ("attention_dropout", "hidden_dropout")
 _HfConfig = _make_model(
     "HfConfig",
-    _fields(_Size, _SIZES, _SIZES_OF_EXPERTS, _SIZES_OF_GROUPS),
+    _fields(_Size, _SIZES, _SIZES_OF_EXPERTS, _SIZES_OF_GROUPS, _SIZES_OF_LINEAR_ATTENTION),
     _fields(_Layers, ["num_hidden_layers"]),
     _fields(Annotated[int, Field(ge=1, lt=2**31)], ["num_attention_heads"]),
     _fields(Annotated[int, Field(ge=2, lt=2**31)], ["vocab_size"]),
@@ -79,6 +83,7 @@ _HfConfig = _make_model(
     _fields(_Rope, ["rope_scaling", "rope_parameters"]),
     _fields(str, ["hybrid_override_pattern"]),
     _fields(list[_Size], ["mlp_only_layers"]),
+    _fields(list[str], ["layer_types"]),
 )
 """The fields of config.json that decide Megatron's flags, with their types and limits."""
 
@@ -93,10 +98,21 @@ _SIGMOID = (
     "--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss "
     "--moe-aux-loss-coeff 1e-4"
 )
-_MLA = f"{_LLAMA} --multi-latent-attention --qk-layernorm --no-rope-fusion {_SIGMOID}"
+_LATENT = f"{_LLAMA} --multi-latent-attention --qk-layernorm --no-rope-fusion"
+_MLA = f"{_LATENT} {_SIGMOID}"
+# Without mtp_num_hidden_layers: Megatron 0.19 rejects --mtp-num-layers with this attention.
+_LINEAR = (
+    f"{_LLAMA} --qk-layernorm --apply-layernorm-1p --attention-output-gate "
+    "--experimental-attention-variant gated_delta_net"
+)
+_LINEAR_WITH_EXPERTS = f"{_LINEAR} --moe-shared-expert-gate --moe-router-dtype fp32"
 _FLAGS = {
+    "deepseek_v2": f"{_LATENT} --moe-router-pre-softmax --moe-router-dtype fp32 "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-3",
     "deepseek_v3": _MLA,
+    "glm": f"{_LLAMA} --rotary-interleaved --no-rope-fusion",
     "glm4_moe": f"{_LLAMA} {_SIGMOID}",
+    "glm4_moe_lite": _MLA,
     "gpt_neox": "--position-embedding-type rope",
     "gpt_oss": "--normalization RMSNorm --position-embedding-type rope --no-rope-fusion "
     "--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0 "
@@ -108,14 +124,21 @@ _FLAGS = {
     "mixtral": _LLAMA,
     "nemotron_h": f"{_PLAIN} --position-embedding-type none --squared-relu",
     "qwen2": f"{_LLAMA} --add-qkv-bias",
+    "qwen2_moe": f"{_LLAMA} --add-qkv-bias --moe-shared-expert-gate --moe-router-pre-softmax",
     "qwen3": f"{_LLAMA} --qk-layernorm",
+    "qwen3_5": _LINEAR,
+    "qwen3_5_moe": _LINEAR_WITH_EXPERTS,
     "qwen3_moe": f"{_LLAMA} --qk-layernorm",
+    "qwen3_next": _LINEAR_WITH_EXPERTS,
 }
 """Flags of each model_type that do not depend on its sizes, as in Megatron-Bridge's providers."""
 
 _LANGUAGE_MODELS = _names(
-    "glm4v_moe=glm4_moe qwen2_5_vl=qwen2 qwen3_vl=qwen3 qwen3_vl_moe=qwen3_moe"
+    "glm4v_moe=glm4_moe qwen2_5_vl=qwen2 qwen3_vl=qwen3 qwen3_vl_moe=qwen3_moe "
+    "qwen3_omni_moe=qwen3_moe"
 )
+_LANGUAGE_PARTS = ("thinker_config", "text_config")
+"""Fields of a multimodal model with the fields of its language model."""
 
 
 def flags_of_hf_config(config: Mapping[str, Any]) -> tuple[list[str], str]:
@@ -125,9 +148,11 @@ def flags_of_hf_config(config: Mapping[str, Any]) -> tuple[list[str], str]:
         ScheduleError: the type of the model is unknown, or a size is missing.
         pydantic.ValidationError: a field has a wrong type or an impossible value.
     """
-    fields = config.get("text_config") or config
-    if not isinstance(fields, Mapping):
-        raise ScheduleError("its text_config must have keys with values")
+    fields = config
+    for name in _LANGUAGE_PARTS:
+        fields = fields.get(name) or fields
+        if not isinstance(fields, Mapping):
+            raise ScheduleError(f"its {name} must have keys with values")
     type_name = str(fields.get("model_type") or config.get("model_type")).removesuffix("_text")
     kind = _LANGUAGE_MODELS.get(type_name, type_name)
     if kind not in _FLAGS:
@@ -152,12 +177,14 @@ def flags_of_hf_config(config: Mapping[str, Any]) -> tuple[list[str], str]:
     experts = _expert_options(text)
     options = {option: text[name] for name, option in _OPTIONS.items() if text.get(name)}
     options |= _attention_options(text) | experts
+    options |= _linear_attention_options(text) if _LINEAR in _FLAGS[kind] else {}
     if kind == "gpt_oss":
         options["window_size"] = f"{text.get('sliding_window', 128) - 1},0"
     # The NullTokenizer of older releases adds one token; padding to an even number covers both.
     vocabulary = text["vocab_size"]
     options |= {"vocab_size": vocabulary - 1, "make_vocab_size_divisible_by": 2 - vocabulary % 2}
-    options |= {"untie_embeddings_and_output_weights": not text.get("tie_word_embeddings", False)}
+    is_tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    options |= {"untie_embeddings_and_output_weights": not is_tied}
     options |= {name: text.get(name, 0) for name in _DROPOUTS}
     flags = flags_of({name: _plain(value) for name, value in options.items()})
     parts = [_FLAGS[kind], *([_EXPERTS] if experts else [])]
@@ -176,7 +203,8 @@ def _attention_options(config: Mapping[str, Any]) -> dict[str, Any]:
     groups = config.get("num_key_value_heads") or heads
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     factor = rope.get("factor", 1)
-    options = {"rotary_base": rope["rope_theta"]} if "rope_theta" in rope else {}  # transformers 5
+    # In transformers 5, the base and the rotated part are parameters of the embedding.
+    options = {option: rope[name] for name, option in _NUMBERS.items() if name in rope}
     if config.get("kv_lora_rank"):
         options |= {name: rope[name] for name in ("mscale", "mscale_all_dim") if name in rope}
         options |= {"rotary_scaling_factor": factor, "rope_type": "yarn" if factor > 1 else "rope"}
@@ -202,6 +230,20 @@ def _expert_options(config: Mapping[str, Any]) -> dict[str, Any]:
     layers, step = range(config["num_hidden_layers"]), config.get("decoder_sparse_step") or 1
     dense = {*range(config.get("first_k_dense_replace") or 0), *config.get("mlp_only_layers", ())}
     dense |= {layer for layer in layers if (layer + 1) % step}
-    runs = groupby(int(layer not in dense) for layer in layers)
-    parts = [f"[{has_experts}]*{len([*run])}" for has_experts, run in runs]
-    return options | {"moe_layer_freq": f"({'+'.join(parts)})" if dense else None}
+    freq = _pattern(layer not in dense for layer in layers) if dense else None
+    return options | {"moe_layer_freq": freq}
+
+
+def _linear_attention_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of layers with linear attention."""
+    sizes = _SIZES_OF_LINEAR_ATTENTION
+    options = {option: config[name] for name, option in sizes.items() if config.get(name)}
+    types = config.get("layer_types", ())
+    freq = _pattern(layer == "linear_attention" for layer in types) if types else 4
+    return {"linear_attention_freq": freq} | options  # 4: the default of transformers
+
+
+def _pattern(layers: Iterable[bool]) -> str:
+    """Return a list of 0 and 1 as in Megatron's options: ([0]*3+[1]*58)."""
+    parts = [f"[{kind:d}]*{len([*run])}" for kind, run in groupby(layers)]
+    return f"({'+'.join(parts)})"

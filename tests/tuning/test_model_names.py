@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.mcore.layout.sizes import parameters_of
+from megatron_vshape.mcore.layout.sizes import parameters_of, symbols_of
 from megatron_vshape.rehearsal.command import Command
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.hf_config import flags_of_hf_config
@@ -153,6 +153,54 @@ def test_a_vision_language_model_is_its_language_model(tmp_path: Path) -> None:
     flags, note = flags_of_hf_config({"model_type": "qwen3_vl", "text_config": text})
     assert note == "The language model of qwen3_vl, without its vision encoder."
     assert (flags, "") == flags_of_hf_config({**VALUES, "model_type": "qwen3"})
+
+
+@pytest.mark.parametrize("part", ["text_config", "thinker_config"])
+def test_the_language_part_of_a_multimodal_model(part: str) -> None:
+    """A thinker has a text_config; tied embeddings may be a field of the whole model."""
+    text: dict[str, Any] = {"text_config": {**VALUES, "model_type": "qwen3_omni_moe_text"}}
+    config = text if part == "text_config" else {part: text}
+    for is_tied in (True, False):
+        flags, _ = flags_of_hf_config({**config, "tie_word_embeddings": is_tied})
+        assert ("--untie-embeddings-and-output-weights" in flags) is not is_tied
+
+
+@pytest.mark.parametrize(
+    ("fields", "freq", "symbols"),
+    [
+        ({"full_attention_interval": 2}, "2", "G-*-G-*-"),
+        (
+            {
+                "layer_types": [
+                    f"{kind}_attention" for kind in ("linear", "linear", "full", "linear")
+                ]
+            },
+            "([1]*2+[0]*1+[1]*1)",
+            "G-G-*-G-",
+        ),
+        ({}, "4", "G-G-G-*-"),
+        (
+            {"model_type": "qwen3_5_moe_text", "num_experts": 8, "moe_intermediate_size": 64},
+            "4",
+            "GEGEGE*E",
+        ),
+    ],
+)
+def test_layers_with_linear_attention(fields: dict[str, Any], freq: str, symbols: str) -> None:
+    rope = {"rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25}
+    config = {"model_type": "qwen3_5_text", "linear_num_value_heads": 8, "rope_parameters": rope}
+    command = command_of(**{**config, **fields})
+    assert command.value("--linear-attention-freq") == freq
+    assert command.value("--experimental-attention-variant") == "gated_delta_net"
+    assert command.value("--linear-num-value-heads") == "8"
+    assert command.value("--rotary-percent") == "0.25"
+    assert command.has("--moe-shared-expert-gate") == ("num_experts" in fields)
+    assert symbols_of(command.option) == symbols
+
+
+def test_a_list_of_layer_types_without_linear_attention_is_ignored() -> None:
+    types = ["full_attention"] * 4
+    assert not command_of(layer_types=types, model_type="qwen3").has("--linear-attention-freq")
 
 
 @pytest.mark.parametrize(

@@ -68,18 +68,38 @@ def layers_with_experts(option: Options) -> tuple[bool, ...]:
     Raises:
         ScheduleError: --moe-layer-freq is neither an integer nor an expression of lists.
     """
-    every = option("moe_layer_freq") or 1
-    if isinstance(every, str):
-        try:
-            every = _evaluated(ast.parse(every.strip(), mode="eval").body)
-        except (SyntaxError, TypeError):
-            raise ScheduleError(
-                f"--moe-layer-freq {every} cannot be read; give an integer, or lists of 0 and 1, "
-                "such as ([0]*3+[1]*58)"
-            ) from None
+    every = _layer_freq(option, "moe_layer_freq") or 1
     if isinstance(every, int):
         return tuple(layer % every == 0 for layer in range(option("num_layers") or 1))
     return tuple(map(bool, every))
+
+
+def layers_with_linear_attention(option: Options) -> tuple[bool, ...]:
+    """Return for each layer of a GPT whether its attention is linear.
+
+    Raises:
+        ScheduleError: --linear-attention-freq is neither an integer nor an expression of lists.
+    """
+    every, num_layers = _layer_freq(option, "linear_attention_freq"), option("num_layers") or 0
+    if every is None:
+        return (False,) * num_layers
+    if isinstance(every, int):
+        return tuple((layer + 1) % every != 0 for layer in range(num_layers))
+    return tuple(map(bool, every))
+
+
+def _layer_freq(option: Options, name: str) -> Any:
+    """Return the integer, or the list with a number for each layer, of an option; None: unset."""
+    every = option(name)
+    if not isinstance(every, str):
+        return every
+    try:
+        return _evaluated(ast.parse(every.strip(), mode="eval").body)
+    except (SyntaxError, TypeError):
+        raise ScheduleError(
+            f"--{name.replace('_', '-')} {every} cannot be read; give an integer, or lists of 0 "
+            "and 1, such as ([0]*3+[1]*58)"
+        ) from None
 
 
 def _evaluated(node: ast.expr) -> Any:
@@ -224,21 +244,22 @@ def symbols_of(option: Options) -> str:
     """Return the layers as symbols of a hybrid model, in which a GPT's layer has two.
 
     Raises:
-        ScheduleError: --moe-layer-freq cannot be read.
+        ScheduleError: --moe-layer-freq or --linear-attention-freq cannot be read.
     """
     pattern = (option("hybrid_layer_pattern") or "").partition(hybrid.BEGINS_MTP)[0]
     if pattern:
         return hybrid.without_stages(pattern)
-    if not option("num_experts"):
-        return "*-" * (option("num_layers") or 0)
-    return "".join("*E" if sparse else "*-" for sparse in layers_with_experts(option))
+    linear = layers_with_linear_attention(option)
+    sparse = layers_with_experts(option) if option("num_experts") else (False,) * len(linear)
+    layers = zip(linear, sparse, strict=False)
+    return "".join(("G" if is_linear else "*") + "-E"[is_sparse] for is_linear, is_sparse in layers)
 
 
 def parameters_of(option: Options, vocabulary: int) -> ModelParameters:
     """Count the parameters of a GPT or hybrid model.
 
     Raises:
-        ScheduleError: --moe-layer-freq cannot be read.
+        ScheduleError: --moe-layer-freq or --linear-attention-freq cannot be read.
     """
     table = costs_of_symbols(option, widths_of(option, vocabulary))
     layers = [table[symbol] for symbol in symbols_of(option)]
@@ -269,7 +290,8 @@ def _expert_state(option: Options) -> float:
 def _attention_weights(option: Options, widths: Widths) -> float:
     """Return the weights of an attention layer's projections, multi-latent ones too."""
     if not option("multi_latent_attention"):
-        return widths.attention_weights
+        gate = widths.hidden * widths.attention if option("attention_output_gate") else 0
+        return widths.attention_weights + gate
     hidden, heads = widths.hidden, option("num_attention_heads") or 1
     head, rotary = option("qk_head_dim") or 128, option("qk_pos_emb_head_dim") or 64
     value, latent = option("v_head_dim") or 128, option("kv_lora_rank") or 32
