@@ -22,27 +22,65 @@ from megatron_vshape.tuning.proposals import propose, proposed_command
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 
 PUBLISHED = {
+    "deepseek_llm_7b": (6.9, 6.9, 2),
+    "deepseek_v2_lite": (15.7, 2.4, 1),
     "deepseek_v3": (671, 37, 1),
     "glm_4_5": (355, 32, 0),  # its report excludes both embeddings from active parameters
     "glm_4_5_air": (106, 12, 0),
+    "glm_4_7_flash": (30, 3, 0),
+    "glm_4_9b": (9.4, 9.4, 2),
     "gpt_oss_120b": (116.8, 5.1, 1),  # its card counts the output layer only
     "gpt_oss_20b": (20.9, 3.6, 1),
     "kimi_k2": (1026, 32.6, 2),  # its card has 1T
     "llama_3_1_405b": (405.9, 405.9, 2),
     "llama_3_1_70b": (70.6, 70.6, 2),
     "llama_3_1_8b": (8.03, 8.03, 2),
+    "llama_3_2_1b": (1.23, 1.23, 2),
+    "llama_3_2_3b": (3.21, 3.21, 2),
     "mixtral_8x22b": (141, 39, 2),
     "mixtral_8x7b": (46.7, 12.9, 2),
+    "moonlight_16b_a3b": (16, 2.24, 0),  # its report excludes both embeddings, as that of GLM-4.5
     "nemotron_3_nano": (31.6, 3.6, 2),
     "nemotron_3_super": (120.6, 12.7, 2),
     "nemotron_h_47b": (46.8, 46.8, 2),
+    "nemotron_nano_12b_v2": (12.3, 12.3, 2),
+    "nemotron_nano_9b_v2": (8.89, 8.89, 2),
+    "qwen1_5_moe_a2_7b": (14.3, 2.7, 2),
+    "qwen2_5_0_5b": (0.49, 0.49, 2),
+    "qwen2_5_14b": (14.7, 14.7, 2),
+    "qwen2_5_1_5b": (1.54, 1.54, 2),
     "qwen2_5_32b": (32.8, 32.8, 2),
+    "qwen2_5_3b": (3.09, 3.09, 2),
     "qwen2_5_72b": (72.7, 72.7, 2),
     "qwen2_5_7b": (7.62, 7.62, 2),
+    "qwen2_5_vl_32b": (32.8, 32.8, 2),
+    "qwen2_5_vl_3b": (3.09, 3.09, 2),  # multimodal models: as the language model that they extend
+    "qwen2_5_vl_72b": (72.7, 72.7, 2),
+    "qwen2_5_vl_7b": (7.62, 7.62, 2),
+    "qwen3_0_6b": (0.6, 0.6, 2),
+    "qwen3_14b": (14.8, 14.8, 2),
+    "qwen3_1_7b": (1.72, 1.72, 2),  # its card has 1.7
     "qwen3_235b_a22b": (235, 22, 2),
     "qwen3_30b_a3b": (30.5, 3.3, 2),
     "qwen3_32b": (32.8, 32.8, 2),
+    "qwen3_4b": (4.0, 4.0, 2),
+    "qwen3_5_0_8b": (0.752, 0.752, 2),  # Qwen3.5: as llama.cpp counts, without the encoder
+    "qwen3_5_122b_a10b": (122, 10, 2),
+    "qwen3_5_27b": (26.9, 26.9, 2),
+    "qwen3_5_2b": (1.88, 1.88, 2),
+    "qwen3_5_35b_a3b": (34.66, 3, 2),
+    "qwen3_5_397b_a17b": (397, 17, 2),
+    "qwen3_5_4b": (4.21, 4.21, 2),
+    "qwen3_5_9b": (8.95, 8.95, 2),
     "qwen3_8b": (8.2, 8.2, 2),
+    "qwen3_next_80b_a3b": (80, 3, 0),
+    "qwen3_omni_30b_a3b": (30.5, 3.3, 2),
+    "qwen3_vl_235b_a22b": (235, 22, 2),
+    "qwen3_vl_2b": (1.72, 1.72, 2),
+    "qwen3_vl_30b_a3b": (30.5, 3.3, 2),
+    "qwen3_vl_32b": (32.8, 32.8, 2),
+    "qwen3_vl_4b": (4.0, 4.0, 2),
+    "qwen3_vl_8b": (8.2, 8.2, 2),
 }
 """Billions of parameters, of active ones, and the number of embeddings counted as active."""
 
