@@ -1,10 +1,10 @@
 """Costs of a parallel configuration from two or three counted ranks.
 
-A configuration is counted with one layer per stage in the V placement. The first rank has the
-embedding and the output layer, the second only layers, and a third the dense layers of a model with
-experts. A stage with more layers costs proportionally more. The pipeline length and the number of
-replicas are not counted: costs once per step follow from them. Counted ranks are cached in the
-user's folder.
+A configuration is counted with one layer per stage in the V placement; if some layers have linear
+attention, with several, of which one has softmax attention. The first rank has the embedding and
+the output layer, the second only layers, and a third the dense layers of a model with experts. A
+stage with more layers costs proportionally more. The pipeline length and the number of replicas are
+not counted: costs once per step follow from them. Counted ranks are cached in the user's folder.
 """
 
 from __future__ import annotations
@@ -126,7 +126,10 @@ def smallest_command(command: Command) -> tuple[Command, Sizes]:
             "num_layers": None,
         }
     else:
-        model = {"num_layers": 2 * PIPELINE}
+        layers = _layers_per_stage(command)
+        model = {"num_layers": 2 * PIPELINE * layers}
+        if command.has("--linear-attention-freq"):
+            model["linear_attention_freq"] = layers if layers > 1 else f"[1]*{2 * PIPELINE}"
     few = (
         command.of_megatron()
         .without_chunks()
@@ -149,6 +152,17 @@ def smallest_command(command: Command) -> tuple[Command, Sizes]:
 
 _SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
 """Options in samples, of which Megatron accepts none in a run of iterations."""
+
+
+def _layers_per_stage(command: Command) -> int:
+    """Return the layers of a counted stage of a GPT: several if some have linear attention.
+
+    Both kinds alternate in such a model, so that each layer counts as the mean of the stage.
+    """
+    linear = layer_sizes.layers_with_linear_attention(command.option)
+    if not any(linear) or all(linear) or layer_sizes.has_dense_layers(command.option):
+        return 1
+    return max(2, min(_MAX_LAYERS_PER_SYMBOL, round(len(linear) / linear.count(False))))
 
 
 def counted_ranks(command: Command) -> range:
@@ -257,29 +271,33 @@ def counted(
         command.number(f"--{name}-parallel-size", 1) for name in ("tensor-model", "context")
     )
     sizes = Sizes(world, tensor, context, pipeline, command.has(STAGE_BEFORE_DATA))
-    costs = _with_equal_layers(ranks, gpu, sizes, rates)
+    layers = 1 if command.pattern else _layers_per_stage(command)
+    costs = _with_equal_layers(ranks, gpu, sizes, rates, layers)
     return with_layer_kinds(costs, command, world)
 
 
-def _with_equal_layers(ranks: Ranks, gpu: Gpu, sizes: Sizes, rates: Rates | None) -> CountedCosts:
+def _with_equal_layers(
+    ranks: Ranks, gpu: Gpu, sizes: Sizes, rates: Rates | None, layers: int
+) -> CountedCosts:
     gpu_rates = rates or rates_of(gpu)
     ratio = sizes.world // sizes.pipeline * PIPELINE / ranks[0].sizes.world
     first, second, *dense = (_with_replicas(report, ratio) for report in ranks)
     costs = counted_costs((first, second), gpu, PIPELINE, sizes.stage_stride, rates)
     step = second.step.work.spread(ratio, second.model.shards_optimizer)
     state = model_state_bytes(second)
-    of_layer = _forward_flops(second, 0)
-    ends = _forward_flops(first, 0) + _forward_flops(first, 1) - 2 * of_layer
-    pieces = Pieces.of(replace(costs, layers=None), (1,) * costs.num_stages)
+    of_stage = _forward_flops(second, 0)
+    ends = _forward_flops(first, 0) + _forward_flops(first, 1) - 2 * of_stage
+    pieces = Pieces.of(replace(costs, layers=None), (layers,) * costs.num_stages)
     once = optimizer_s(step, gpu, gpu_rates) / state, data_parallel_s(step, gpu, gpu_rates) / state
     of_stages = second.model.chunk_parameters
-    layer = sum(of_stages) / len(of_stages)
-    parameters = Parameters(layer, *(count - layer for count in first.model.chunk_parameters))
+    stage = sum(of_stages) / len(of_stages)
+    ends_parameters = (count - stage for count in first.model.chunk_parameters)
+    parameters = Parameters(stage / layers, *ends_parameters)
     return CountedCosts(
         pieces,
         *once,
         gpu_rates,
-        of_layer,
+        of_stage / layers,
         ends,
         parameters,
         state / sum(of_stages),

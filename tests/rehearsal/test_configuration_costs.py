@@ -43,6 +43,23 @@ def test_pipeline_size_and_replicas_do_not_change_the_counted_world() -> None:
     assert smallest_command(longer)[1] == sizes
 
 
+@pytest.mark.parametrize(
+    ("frequency", "layers", "counted_frequency"),
+    [
+        ("4", 32, "4"),
+        ("([1]*2+[0]+[1]*3+[0]+[1]*9)", 32, "4"),  # at most four layers
+        ("([0]*12+[1]*4)", 16, "2"),
+        ("[1]*16", 8, "[1]*8"),
+    ],
+)
+def test_a_stage_has_both_kinds_of_attention(
+    frequency: str, layers: int, counted_frequency: str
+) -> None:
+    few, _ = smallest_command(EXPERTS.having(linear_attention_freq=frequency))
+    assert few.number("--num-layers", 0) == layers
+    assert few.value("--linear-attention-freq") == counted_frequency
+
+
 def test_a_stage_of_a_pattern_has_all_its_symbols() -> None:
     flags = "--pipeline-model-parallel-size 4 --hidden-size 64 --num-attention-heads 4 --num-layers"
     command = read_command(
@@ -161,6 +178,10 @@ def test_parameters_are_counted_without_the_inputs_that_layers_keep() -> None:
     assert costs.parameters == Parameters(1.0, 4.0, 3.0)
     assert costs.state_bytes_per_parameter == 1000
     assert costs.pieces.layer[STATE_BYTES] == 1000 + 20 - MESSAGE
+    linear = EXPERTS.having(linear_attention_freq=4)  # four layers per stage
+    costs = counted((rank(0, 12, (5, 4)), rank(1, 5)), linear, GPUS["h100"], 32, 4)
+    assert costs.parameters == Parameters(0.25, 4.0, 3.0)
+    assert costs.pieces.layer[STATE_BYTES] == (1000 + 20 - MESSAGE) / 4
 
 
 @pytest.mark.parametrize(("order", "distance"), [((), 8), (("--use-tp-pp-dp-mapping",), 2)])
