@@ -12,6 +12,22 @@ _SIZE = re.compile(r"a?\d+[bm]|\d+e")
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
+_EQUAL_SIZES = {
+    "deepseekr1": "deepseek_v3",
+    "deepseekr1distillqwen7b": "qwen2_5_7b",
+    "deepseekv31": "deepseek_v3",
+    "glm47": "glm_4_5",
+    "llama38b": "llama_3_1_8b",
+    "llama370b": "llama_3_1_70b",
+    "llama3370b": "llama_3_1_70b",
+    "qwen27b": "qwen2_5_7b",
+    "qwen25math15b": "qwen2_5_1_5b",
+    "qwen25math7b": "qwen2_5_7b",
+    "qwen3635ba3b": "qwen3_5_35b_a3b",
+}
+"""Presets of models that differ from another only in values without effect on memory or time."""
+
+
 def find_model(name: str) -> Path:
     """Return the file of a model: that path, config.json in that folder, a preset, or a download.
 
@@ -39,7 +55,7 @@ def find_model(name: str) -> Path:
         return _download_config(name)
     raise SweepError(
         f"the model {name:.100} is no config.json, no folder with one, and no preset: give one of "
-        f"them with --model. Presets: {', '.join(file.stem for file in presets.values())}"
+        f"them with --model. Presets: {', '.join(sorted({file.stem for file in presets.values()}))}"
     )
 
 
@@ -56,7 +72,9 @@ def _presets() -> dict[str, Path]:
     package = Path(__file__).parents[1]
     folders = (package / "examples", package.parent)  # installed, checkout
     files = [file for folder in folders for file in sorted(folder.glob("configs/models/*.yaml"))]
-    return {file.stem.replace("_", ""): file for file in files}
+    presets = {file.stem: file for file in files}
+    names = {stem.replace("_", ""): file for stem, file in presets.items()}
+    return names | {name: presets[stem] for name, stem in _EQUAL_SIZES.items()}
 
 
 def _download_config(name: str) -> Path:

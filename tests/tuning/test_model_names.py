@@ -131,6 +131,8 @@ def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
         ("Qwen/Qwen3-235B-A22B-Instruct-2507-FP8", "qwen3_235b_a22b"),
         ("meta-llama/Meta-Llama-3.1-70B-Instruct", "llama_3_1_70b"),
         ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16", "nemotron_3_nano"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama_3_1_70b"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "qwen2_5_7b"),
         ("output/Qwen3-8B/v0-20260701/checkpoint-100-merged", "qwen3_8b"),
         (str(MODELS / "qwen3_8b.yaml"), "qwen3_8b"),
     ],
@@ -146,7 +148,7 @@ def test_an_unknown_name_lists_the_presets(name: str) -> None:
 
 
 def test_a_model_of_hugging_faces_cache() -> None:
-    constants = pytest.importorskip("huggingface_hub").constants
+    constants = pytest.importorskip("huggingface_hub.constants")
     repository = Path(constants.HF_HUB_CACHE, "models--example--Model-1B")
     snapshot = repository / "snapshots" / "0123456789abcdef"
     snapshot.mkdir(parents=True)
