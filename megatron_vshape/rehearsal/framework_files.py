@@ -103,8 +103,8 @@ def _config_of_mapping(
         content = _read_with_parents(path, "defaults")
         if isinstance(content.get("policy"), dict):
             return _config_of_nemo_rl(path, content, extra_flags)
-    if isinstance(content.get("actor_train"), dict):
-        return _config_of_roll(path, content, extra_flags)
+    if worker := next((name for name in _ROLL_WORKERS if name in content), None):
+        return _config_of_roll(path, content, worker, extra_flags)
     if isinstance(content.get("model"), dict):
         return _config_of_overrides(path, content, extra_flags)
     return None
@@ -191,17 +191,22 @@ _LORA_NAMES = {
 """Megatron's linear layers by their names in Hugging Face models."""
 
 
+_ROLL_WORKERS = ("actor_train", "sft_train", "student_train", "student")
+"""Parts of a pipeline of ROLL that train; the first one is estimated."""
+
+
 def _config_of_roll(
-    path: Path, content: Mapping[str, Any], extra_flags: Sequence[str]
+    path: Path, content: Mapping[str, Any], worker_name: str, extra_flags: Sequence[str]
 ) -> FrameworkConfig:
-    """Read the training of the actor in a pipeline of ROLL."""
-    worker = _with_references(content["actor_train"], content)
+    """Read the training of the actor, or of the model, in a pipeline of ROLL."""
+    content = _with_references(content, content)
+    worker = content[worker_name]
     strategy, model, training = (
         worker.get(name) or {} for name in ("strategy_args", "model_args", "training_args")
     )
     if strategy.get("strategy_name") != "megatron_train":
         raise ScheduleError(
-            f"{path} trains without Megatron: actor_train.strategy_args.strategy_name is not "
+            f"{path} trains without Megatron: {worker_name}.strategy_args.strategy_name is not "
             "megatron_train"
         )
     settings = _ROLL_DEFAULTS | (strategy.get("strategy_config") or {})
@@ -226,9 +231,10 @@ def _config_of_roll(
     batches = {"micro_batch_size": microbatch, "global_batch_size": samples * (gpus // ranks or 1)}
     rank, targets = model.get("lora_rank"), str(model.get("lora_target") or "all-linear")
     names = dict.fromkeys(_LORA_NAMES.get(name, name) for name in targets.split(","))
+    pretrained = content.get("pretrain") or content.get("student_pretrain")
     return FrameworkConfig(
         flags_of_config({"model": settings, "train": batches}, extra_flags),
-        str(model.get("model_name_or_path") or content.get("pretrain") or ""),
+        str(model.get("model_name_or_path") or pretrained or ""),
         "1",
         str(gpus),
         lora=LoraConfig(int(rank), tuple(names)) if rank else None,
@@ -378,7 +384,7 @@ def _read_with_parents(path: Path, key: str = "extends") -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(path.read_text()) or {}
         if key == "extends":
             content = _substitute(content, _environment_value)
         names = content.pop(key, None) or []
@@ -404,8 +410,11 @@ def _merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
     return merged
 
 
-_REFERENCE = re.compile(r"\$\{(\w[\w.]*)(?::([^}]*))?\}")
-"""A reference to a setting or variable, as in ${policy.precision}, or with a default value."""
+_REFERENCE = re.compile(r"\$\{(\w[\w.]*)(?::([^{}]*))?\}")
+"""A reference to a setting or variable, as in ${policy.precision}, or with a default value.
+
+It is an inner one, without another reference in it.
+"""
 
 
 def _substitute(value: Any, value_of: Callable[[re.Match[str]], Any]) -> Any:
@@ -414,21 +423,29 @@ def _substitute(value: Any, value_of: Callable[[re.Match[str]], Any]) -> Any:
         return {name: _substitute(entry, value_of) for name, entry in value.items()}
     if isinstance(value, list):
         return [_substitute(entry, value_of) for entry in value]
-    if not isinstance(value, str) or "${" not in value:
-        return value
-    if match := _REFERENCE.fullmatch(value):
-        return value_of(match)
-    return _REFERENCE.sub(lambda match: str(value_of(match)), value)
+    while isinstance(value, str) and "${" in value:
+        if match := _REFERENCE.fullmatch(value):
+            return value_of(match)
+        text = _REFERENCE.sub(lambda match: str(value_of(match)), value)
+        if text == value:
+            break
+        value = text
+    return value
 
 
 def _with_references(value: Any, content: Mapping[str, Any]) -> Any:
     """Replace ${policy.precision} and similar by that value of the content."""
 
     def value_of(match: re.Match[str]) -> Any:
-        """Return the value; functions such as ${mul:} are None."""
+        """Return the value, or the product of ${mul:2, 3}; other functions are None."""
+        if match[2] is not None:
+            factors = match[2].replace(" ", "").split(",")
+            numbers = [int(factor) for factor in factors if factor.isdecimal()]
+            is_product = match[1] == "mul" and len(numbers) == len(factors)
+            return prod(numbers) if is_product else None
         value: Any = content
         for name in match[1].split("."):
-            value = value.get(name) if isinstance(value, dict) and not match[2] else None
+            value = value.get(name) if isinstance(value, dict) else None
         return _substitute(value, value_of)
 
     return _substitute(value, value_of)

@@ -196,6 +196,8 @@ def test_a_pipeline_of_roll_trains_its_actor(tmp_path: Path) -> None:
     ("changed", "change", "flag", "value"),
     [
         ("prompt_length: 1024", "sequence_length: 2048", "--seq-length", "2048"),
+        ("1024", "${mul:${response_length}, 2}", "--seq-length", "9216"),
+        ("actor_train", "sft_train", "--seq-length", "4096"),
         ("pretrain", "chosen_key: chosen\npretrain", "--micro-batch-size", "4"),
         ("recompute_granularity: full", "moe_layer_recompute: true", "--recompute-modules", "moe"),
         ("{dtype: bf16, ", "{dtype: fp32, ", "--bf16", None),
