@@ -41,6 +41,7 @@ from megatron_vshape.rehearsal.shell_script import (
     training_command,
 )
 from megatron_vshape.rehearsal.slime_scripts import SLIME_MARK, SLIME_SIZES, slime_flags
+from megatron_vshape.rehearsal.verl_scripts import config_of_verl_command
 
 _WITH_ENCODER = "vision-language"
 """Models whose configuration contains that of the language model, which is estimated."""
@@ -83,7 +84,7 @@ def read_command(words: Sequence[str]) -> Command:
         raise ScheduleError(
             "the training command is missing: add it after --, as in -- pretrain_gpt.py FLAGS..."
         )
-    if (config := config_of_swift(words)) is not None:
+    if (config := _config_of_command(words)) is not None:
         return _command_of_framework(config, Command("pretrain_gpt.py", ()))
     scripts = [index for index, word in enumerate(words) if word.endswith(".py")]
     if not scripts and "-m" in words[:-1]:
@@ -411,6 +412,10 @@ def _command_of_json(
     return _command_of_saved_config(config, command, extra_flags)
 
 
+def _config_of_command(words: Sequence[str]) -> FrameworkConfig | None:
+    return config_of_swift(words) or config_of_verl_command(words)
+
+
 def _command_of_framework(config: FrameworkConfig, command: Command) -> Command:
     launched = {NODES: config.nodes, PROCESSES: config.processes}
     return replace(
@@ -460,7 +465,7 @@ def _command_of_shell(
     expansion = expand_script(text, path, parameters, variables)
     for record in expansion.records:
         assignments = [f"{name}={value}" for name, value in record.environment.items()]
-        if (config := config_of_swift([*assignments, *record.words])) is not None:
+        if (config := _config_of_command([*assignments, *record.words])) is not None:
             return _command_of_framework(config, command)
     started = training_command(expansion, MEGATRON_FLAGS)
     if not any(word.startswith("--") for word in started.flags):
@@ -472,7 +477,7 @@ def _command_of_shell(
             )
         raise ScheduleError(
             f"{path} has no flags of Megatron-LM, neither in an array nor after a script's name. "
-            f"Of other libraries, only megatron sft, pt and rlhf are read. {_INSTEAD}"
+            f"Of other libraries, only megatron sft, pt and rlhf, and verl are read. {_INSTEAD}"
         )
     notes = [f"{path} sources {name}, which cannot be read." for name in expansion.unreadable]
     if started.num_further:
