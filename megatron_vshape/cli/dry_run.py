@@ -163,8 +163,8 @@ def command_with_model(options: argparse.Namespace) -> Command:
     positions = max(length, subject.command.number("--max-position-embeddings", 0))
     model = subject.command.having(seq_length=length, max_position_embeddings=positions)
     model = model.having(bf16=None) if command.has("--fp16") else model
-    if options.model is None:  # frameworks omit layers of multi-token prediction by default
-        model = model.without_predicting()
+    if options.model is None:  # not in the defaults of frameworks
+        model = model.without_predicting().having(moe_permute_fusion=None)
     total, active, _ = parameters_of(model.option, subject.vocabulary)
     lines = textwrap.wrap(shlex.join(model.flags), WIDTH - 4, break_on_hyphens=False)
     print(

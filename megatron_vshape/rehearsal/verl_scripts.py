@@ -20,7 +20,8 @@ from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.framework_files import FrameworkConfig
-from megatron_vshape.rehearsal.saved_config import flags_of_config
+from megatron_vshape.rehearsal.rank_job import LoraConfig
+from megatron_vshape.rehearsal.saved_config import flags_of_config, lora_of_config
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ def config_of_verl_command(words: Sequence[str]) -> FrameworkConfig | None:
     `words` are the command as a shell expands it, with variables before it.
 
     Raises:
-        ScheduleError: The command trains without Megatron or trains adapters, or a size is missing.
+        ScheduleError: The command trains without Megatron, or a size is missing.
     """
     programs = (index for index, word in enumerate(words) if word == "-m" or word.endswith(".py"))
     start = next(programs, len(words))
@@ -132,6 +133,7 @@ def config_of_verl_command(words: Sequence[str]) -> FrameworkConfig | None:
         str(settings.number(_NODES)),
         str(settings.number(_GPUS)),
         variables,
+        _lora_of(settings),
     )
 
 
@@ -215,13 +217,14 @@ def _check_training(settings: _Settings) -> None:
             "--config-name=ppo_megatron_trainer, model_engine=megatron or engine=megatron are "
             "estimated"
         )
-    for name in ("lora.rank", "lora_rank"):
-        if rank := settings.get(_MODEL + name):
-            raise ScheduleError(
-                f"model.{name}={rank!s:.40} trains adapters, and verl's settings of LoRA are not "
-                f"read: set model.{name}=0 in the script, and add --lora-rank {rank!s:.40} (and "
-                "--lora-targets) to the options of megatron-vshape"
-            )
+
+
+def _lora_of(settings: _Settings) -> LoraConfig | None:
+    """Return the adapters of Megatron-Bridge; `lora_rank` is for other engines."""
+    lora = settings.section(f"{_MODEL}lora.")
+    if not (rank := lora.get("rank")):
+        return None
+    return lora_of_config({**lora, "dim": rank, "_target_": lora.get("type", "lora")})
 
 
 def _sizes(settings: _Settings) -> tuple[int, int, int]:

@@ -72,9 +72,11 @@ def test_the_model_that_a_framework_names() -> None:
     assert command_of(None, f"{words} --max_length 2048").notes == ()
     assert command_of("llama-3.1-8b", words).layers == 32  # --model replaces it
     assert command_of(None, f"{words} --num_layers 4").layers == 4
-    # Multi-token prediction: a framework's command has to ask for it.
+    # A framework's command has to ask for multi-token prediction and for this fusion.
     words = "megatron sft --model zai-org/GLM-4.5-Air"
-    assert not command_of(None, words).has("--mtp-num-layers")
+    command = command_of(None, words)
+    assert not command.has("--mtp-num-layers")
+    assert not command.has("--moe-permute-fusion")
     assert command_of(None, f"{words} --mtp_num_layers 1").number("--mtp-num-layers", 0) == 1
     with pytest.raises(ScheduleError, match="the model example/none is no preset"):
         command_of(None, "megatron sft --model example/none")

@@ -9,6 +9,7 @@ import pytest
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.command import Command, launched_gpus
 from megatron_vshape.rehearsal.command_reader import read_command
+from megatron_vshape.rehearsal.rank_job import DEFAULT_TARGETS, LoraConfig
 
 pytest.importorskip("megatron.training.arguments")
 pytest.importorskip("yaml")
@@ -17,6 +18,7 @@ PPO = "python3 -m verl.trainer.main_ppo --config-path=config --config-name=ppo_m
 ACTOR, MEGATRON = "actor_rollout_ref.actor", "actor_rollout_ref.actor.megatron"
 TRANSFORMER = f"+{MEGATRON}.override_transformer_config"
 DDP = f"+{MEGATRON}.override_ddp_config"
+LORA = "actor_rollout_ref.model.lora"
 BATCH = f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"
 """The only setting without a default."""
 
@@ -187,17 +189,27 @@ def test_lists_of_hydra_are_flags() -> None:
     ("overrides", "message"),
     [
         ([f"{ACTOR}.strategy=fsdp2"], "trains without Megatron, with fsdp2"),
-        (["actor_rollout_ref.model.lora.rank=32"], "trains adapters.*add --lora-rank 32"),
-        (["actor_rollout_ref.model.lora_rank=8"], r"set model.lora_rank=0.*add --lora-rank 8"),
+        ([f"{LORA}.rank=8", f"{LORA}.type=dora"], "trains dora adapters"),
         ([f"{ACTOR}.ppo_micro_batch_size_per_gpu=null"], "use_dynamic_bsz=True: neither is in"),
         (["trainer.nnodes="], "trainer.nnodes= is not a positive number"),
         ([f"{MEGATRON}.tensor_model_parallel_size=0"], "parallel_size=0 is not a positive"),
-        (["actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B"], "trains a vision-language model"),
     ],
 )
 def test_commands_of_verl_that_are_not_estimated(overrides: list[str], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         verl(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lora"),
+    [
+        (["actor_rollout_ref.model.lora_rank=8"], None),  # of other engines
+        ([f"{LORA}.rank=32"], LoraConfig(32, DEFAULT_TARGETS)),
+        ([f"{LORA}.rank=8", f"{LORA}.target_modules=[linear_qkv]"], LoraConfig(8, ("linear_qkv",))),
+    ],
+)
+def test_adapters_of_verl(overrides: list[str], lora: LoraConfig | None) -> None:
+    assert verl(*overrides).lora == lora
 
 
 def test_a_trained_model_may_have_rl_in_its_name(tmp_path: Path) -> None:
