@@ -187,30 +187,23 @@ values are predicted, not measured; a difference of less than {within:g}% is a t
 CUDA graphs and the overlap of expert communication, which some recipes use, are not included, and
 DeepEP is counted as HybridEP. Stock schedules can have a pipeline layout with uneven layers, as
 some recipes do; a layout that is returned by a function of the recipe is assumed to be balanced.
-Rows marked with * were predicted before a correction of 30 November 2026: their backwards contain
-work that runs once per step, so steps of dense models are too long (405B on B300: 59 s, now 51 s),
-peaks contain fp32 gradients of the optimizer (12 GiB of it), and plans with offloading are missing
-where weights are in FP8.
 {checks}
 
 `python benchmarks/replan_recipes.py RECIPES.json --megatron DIR --te DIR` predicts them; without
 arguments, it prints this page.
 """
 DOUBTFUL = """\
-Left out of these counts and without a gain below: {names}. By the estimate above, the published
-recipe does not fit its own GPU. After the correction, `advise` and `rehearse` estimate 259 GiB on
-B300, which fits in 268.6, and `rehearse` 180.4 of 179.1 GiB on B200. No run of the B200 recipe is
-published: its sizes are those of GB200, which has 6 GiB more, and whose published runs have twice
-the data-parallel ranks.
+Left out of these counts and without a gain below: {names}. By the estimate, the published recipe
+does not fit its own GPU (180 of 179 GiB). No run of it is published: its sizes are those of GB200,
+which has 6 GiB more, and whose published runs have twice the data-parallel ranks.
 """
 BY_HAND = """\
 Gains of more than {within:g}% over stock, with one or two sizes halved or doubled:
 
-* DeepSeek V3 and Kimi K2 on B200, 22% and 36%, DeepSeek V3 on H100, 15%, Kimi K2 on B300, 8%: not
-  reliable. The gain is less expert communication between nodes of 8 GPUs, for which few runs are
-  published.
-* DeepSeek V3 on B300 and GB200, 9% and 13%, and Kimi K2 on GB200, 14%, with two sequences per
-  microbatch: not confirmed.
+* Kimi K2 on B200 and B300, 9% and 8%: against stock with the same EP 8, in one node. No run with
+  these sizes is published.
+* DeepSeek V3 on B300, GB200 and GB300, 7%, 10% and 15%, and Kimi K2 on GB200, 15%, with two
+  sequences per microbatch: not confirmed.
 
 The other gains over today need no package: stock Megatron reaches them with two sequences per
 microbatch (GPT OSS, Qwen3 235B), another EP, no recomputation or more chunks per rank.
@@ -345,9 +338,8 @@ def _line(model: str, answer: Row, lines: Row) -> str:
     today, stock, best = (lines.get(what) for what in ("today", "stock", "best"))
     is_gain = stock is not None and fits_today(answer)
     gain = f"{100 * (1 - best['step_s'] / stock['step_s']):.0f}%" if is_gain else ""
-    mark = "" if "predicted" in answer else "*"
     return (
-        f"| {model}, {answer['gpus']}{mark} | {line_text(today)} | {line_text(stock)} | "
+        f"| {model}, {answer['gpus']} | {line_text(today)} | {line_text(stock)} | "
         f"{line_text(best)} | {gain} |"
     )
 
