@@ -62,9 +62,11 @@ def compare(options: argparse.Namespace) -> tuple[Advice, Comparison]:
     proposals: list[Configuration] = []
     if options.model is not None:
         machine = machine_of(options)
+        microbatch = {"micro_batch_size": subject.command.option("micro_batch_size")}
         command = with_batch(subject.command, machine.num_devices)
         if not command.has(FLAGS["pipeline_parallel"]):
-            proposals = propose(replace(subject, command=command), machine)
+            free = command.having(**microbatch)  # proposed, too, if it is not given
+            proposals = propose(replace(subject, command=free), machine)
             command = proposed_command(proposals[0], subject)
             changes = ", ".join(flag_changes(subject.command, command))
             print(report.wrap_text(f"Proposed flags: {changes}"))

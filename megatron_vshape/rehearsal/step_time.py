@@ -123,8 +123,7 @@ def step_time(work: Work, gpu: Gpu, scale: Scale, rates: Rates | None = None) ->
     parts["exchanges"] += max(0.0, _ring_s(work, gpu, achieved) - parts["attention"])
     on_gpu = sum(parts.values())
     host = 0.0 if scale.graphs else _host_s(work, achieved)
-    sharpness = _SHARPNESS_IF_WAITING if _reads_token_counts(work) else _SHARPNESS
-    parts["host"] = (on_gpu**sharpness + host**sharpness) ** (1 / sharpness) - on_gpu
+    parts["host"] = with_host_s(on_gpu, host, _reads_token_counts(work)) - on_gpu
     # Per microbatch.
     per_microbatch = {name: seconds / scale.traced for name, seconds in parts.items()}
     microbatch = sum(per_microbatch.values())
@@ -169,6 +168,19 @@ def send_us(size: float, gpu: Gpu, gpu_distance: int, rates: Rates | None = None
     if gpu_distance < gpu.node:
         return size / gpu.near_rate / achieved.wire * 1e6 + achieved.exchange_us
     return size / gpu.far_rate / achieved.network * 1e6 + achieved.exchange_us
+
+
+def with_host_s(on_gpu_s: float, host_s: float, waits: bool) -> float:
+    """Return the seconds of work on the GPU that the host starts in `host_s`.
+
+    Args:
+        on_gpu_s: seconds of the kernels.
+        host_s: seconds of the host's calls.
+        waits: whether the host waits for the GPU in every layer, for the plain all-to-all.
+    """
+    sharpness = _SHARPNESS_IF_WAITING if waits else _SHARPNESS
+    total: float = (on_gpu_s**sharpness + host_s**sharpness) ** (1 / sharpness)
+    return total
 
 
 def _reads_token_counts(work: Work) -> bool:

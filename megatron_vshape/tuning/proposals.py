@@ -4,15 +4,20 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.model.layers import even_with_ends
+from megatron_vshape.core.model.layers import Widths, even_with_ends
 from megatron_vshape.core.model.placement import looping
-from megatron_vshape.mcore.layout.sizes import costs_of_symbols, parameters_of, symbols_of
+from megatron_vshape.mcore.layout.sizes import (
+    Options,
+    costs_of_symbols,
+    parameters_of,
+    symbols_of,
+)
 from megatron_vshape.rehearsal.command import Command
 from megatron_vshape.rehearsal.megatron_layers import layers_of_command, with_layers
-from megatron_vshape.rehearsal.step_time import rates_of
+from megatron_vshape.rehearsal.step_time import rates_of, with_host_s
 from megatron_vshape.tuning.configurations import (
     FLAGS,
     FULL,
@@ -29,8 +34,8 @@ from megatron_vshape.tuning.predictor import key_of_count
 _MAX_COUNTS, _MAX_PROPOSALS = 3, 8
 """Maximum sets of sizes that need dry runs, and configurations with these sizes."""
 
-_FULL_SHARE = 0.9
-"""Share of the memory that the estimate may fill, because it lacks workspaces and logits."""
+_FULL_SHARE = 0.95
+"""Share of the memory that the estimate may fill: of those that filled more, half did not fit."""
 
 _TOKENS_PER_RANK = 8192
 """Sequences are not split further than this by context parallelism."""
@@ -44,26 +49,43 @@ def propose(subject: Subject, machine: Machine) -> list[Configuration]:
     Raises:
         ScheduleError: no configuration is possible.
     """
+    proposals: list[Configuration] = []
+    keys: set[object] = set()
+    for candidate in candidates(subject, machine):
+        key = key_of_count(candidate.config)
+        if len(proposals) < _MAX_PROPOSALS and (key in keys or len(keys) < _MAX_COUNTS):
+            keys.add(key)
+            proposals.append(candidate.config)
+    return proposals
+
+
+class Candidate(NamedTuple):
+    """A configuration with rough estimates."""
+
+    excess_bytes: float  # of the largest rank, above the memory that may be filled
+    step_s: float  # of 1F1B
+    config: Configuration
+
+
+def candidates(subject: Subject, machine: Machine) -> list[Candidate]:
+    """Return all possible configurations, the best first: those that fit, then by step time.
+
+    Raises:
+        ScheduleError: none is possible.
+    """
     number, node, option = machine.num_devices, machine.gpu.node, cache(subject.command.option)
     limit_bytes = _FULL_SHARE * machine.gpu.allocatable_bytes(0, 0.0)
-    candidates: list[tuple[float, float, Configuration]] = []
+    possible: list[Candidate] = []
     for config in _configurations(subject, machine):
         if not any(faults(config, subject, number, node)):
             step_s, peak_bytes = _estimate(config, subject, machine, option)
-            candidates.append((max(peak_bytes, limit_bytes), step_s, config))
-    if not candidates:
+            possible.append(Candidate(max(0.0, peak_bytes - limit_bytes), step_s, config))
+    if not possible:
         raise ScheduleError(
             f"no sizes with a pipeline can be proposed for {number} GPUs: change the number in "
             "--gpus, or give --pipeline-model-parallel-size and the other sizes after --"
         )
-    proposals: list[Configuration] = []
-    keys: set[object] = set()
-    for *_, config in sorted(candidates, key=lambda candidate: candidate[:2]):
-        key = key_of_count(config)
-        if len(proposals) < _MAX_PROPOSALS and (key in keys or len(keys) < _MAX_COUNTS):
-            keys.add(key)
-            proposals.append(config)
-    return proposals
+    return sorted(possible, key=lambda candidate: candidate[:2])
 
 
 def proposed_command(config: Configuration, subject: Subject) -> Command:
@@ -103,43 +125,90 @@ def _estimate(
     """Estimate the seconds of a step of 1F1B and the bytes of its largest rank."""
     sizes = {flag[2:].replace("-", "_"): getattr(config, name) for name, flag in FLAGS.items()}
     sizes |= {"world_size": machine.num_devices}
-    sizes |= {"recompute_granularity": FULL} if config.recompute == FULL else {}
 
     def option(name: str) -> Any:
         return sizes[name] if name in sizes else command_option(name)
 
-    tensor, context, stages = (
+    tensor, stages, microbatches = (
         config.tensor_parallel,
-        config.context_parallel,
         config.pipeline_parallel,
+        config.num_microbatches,
     )
     widths, symbols = subject.widths(config.sequence_length), symbols_of(option)
     parameters, table = parameters_of(option, subject.vocabulary), costs_of_symbols(option, widths)
-    replicas = config.data_parallel * context
+    moved = _MOVED_BYTES * sum(table[symbol].memory for symbol in symbols)
+    sizes |= {"recompute_granularity": FULL} if config.recompute == FULL else {}
+    table = costs_of_symbols(option, widths)
+    replicas = config.data_parallel * config.context_parallel
     of_rank = (parameters.total - parameters.embeddings) / stages + parameters.embeddings / 2
     of_rank /= tensor
-    tokens = config.sequence_length * config.microbatch_size / (tensor * context)
+    tokens = config.sequence_length * config.microbatch_size / (tensor * config.context_parallel)
     memory = sum(table[symbol].memory for symbol in symbols)
     peak_bytes = of_rank * (6 + 12 / replicas) + 2 * tokens * memory
-    flops = subject.flops(*config.workload) * (4 / 3 if config.recompute == FULL else 1)
-    busy_s = flops / machine.num_devices / machine.gpu.bf16_flops / rates_of(machine.gpu).wide
-    # Five gathers and reduce-scatters of a block, four all-to-alls of experts, keys and values and
-    # their gradients; messages to the next stage.
-    experts, hidden = symbols.count("E"), widths.hidden
-    routed = (option("moe_router_topk") or 2) * (option("moe_latent_size") or hidden)
-    gathered = 5 * (len(symbols) - experts) * hidden * tensor
-    keys = 3 * symbols.count("*") * widths.key_value * context
-    exchanged_s = gathered * _seconds_per_byte(tensor, 1, machine)
-    exchanged_s += 4 * experts * routed * _seconds_per_byte(config.expert_parallel, 1, machine)
-    exchanged_s += keys * _seconds_per_byte(context, tensor, machine)
-    microbatches = config.num_microbatches
-    messages_s = 2 * hidden / machine.gpu.far_rate
-    busy_s += 2 * tokens * microbatches * (exchanged_s / stages + messages_s)
+    rates = rates_of(machine.gpu)
+    flops_s = subject.flops(*config.workload) / machine.gpu.bf16_flops / rates.wide
+    moved_s = tokens * moved / machine.gpu.memory_rate / rates.memory
+    moved_s += symbols.count("E") * _experts_waiting_s(tokens, widths, option, machine)
+    exchanged_s = tokens * _exchanged_s(config, widths, symbols, option, machine)
+    exchanges = 5 * len(symbols) * (tensor > 1)
+    exchanges += 4 * symbols.count("E") * (config.expert_parallel > 1)
+    exchanged_s += exchanges * 1e-6 * rates.exchange_us
+    gemms, kernels = (sum(counts) for counts in zip(*map(_launches, symbols), strict=True))
+    host_s = 1e-6 * (gemms * rates.module_us + kernels * rates.launch_us)
+    recomputed = 4 / 3 if config.recompute == FULL else 1.0
+    share = microbatches / stages
+    on_gpu_s = recomputed * (flops_s / machine.num_devices + share * moved_s) + share * exchanged_s
+    waits = config.expert_parallel > 1 and option("moe_token_dispatcher_type") == "alltoall"
+    busy_s = with_host_s(on_gpu_s, recomputed * share * host_s, waits)
+    # A rank has half a layer more than the mean, as the output layer is not divided.
     uneven = max(1.0, -(-len(symbols) // stages) * stages / (len(symbols) + 2))
+    uneven *= 1 + 0.5 * stages / subject.layers
     step_s = busy_s * uneven * (1 + (stages - 1) / microbatches)
     # Half of the collectives of gradients (fp32) and parameters (bf16) are assumed to be hidden.
     step_s += 0.5 * 6 * of_rank * _seconds_per_byte(replicas, tensor, machine)
     return step_s, peak_bytes
+
+
+def _experts_waiting_s(tokens: float, widths: Widths, option: Options, machine: Machine) -> float:
+    """Return the seconds in which a layer's experts wait for their weights: few tokens for each."""
+    experts = (option("num_experts") or 1) / (option("expert_model_parallel_size") or 1)
+    width = option("moe_ffn_hidden_size") or option("ffn_hidden_size") or 0
+    hidden = option("moe_latent_size") or widths.hidden
+    weights = experts * width * hidden * (3 if widths.gated else 2)
+    rows = tokens * (option("moe_router_topk") or 2) / experts
+    rates = rates_of(machine.gpu)
+    # Forward, input gradient and weight gradient: two bytes and two FLOPs per row and weight each.
+    read_s = 6 / machine.gpu.memory_rate / rates.memory
+    return weights * max(0.0, read_s - 6 * rows / machine.gpu.bf16_flops / rates.wide)
+
+
+def _exchanged_s(
+    config: Configuration, widths: Widths, symbols: str, option: Options, machine: Machine
+) -> float:
+    """Return the seconds in which all stages exchange bf16 numbers for a token of a rank.
+
+    Five gathers and reduce-scatters of a block, four all-to-alls of experts, keys and values with
+    their gradients, and messages to the next stage in both directions.
+    """
+    tensor, context, hidden = config.tensor_parallel, config.context_parallel, widths.hidden
+    experts = symbols.count("E")
+    routed = (option("moe_router_topk") or 2) * (option("moe_latent_size") or hidden)
+    gathered = 5 * (len(symbols) - experts) * hidden * tensor
+    keys = 3 * symbols.count("*") * widths.key_value * context
+    seconds = gathered * _seconds_per_byte(tensor, 1, machine)
+    seconds += 4 * experts * routed * _seconds_per_byte(config.expert_parallel, 1, machine)
+    seconds += keys * _seconds_per_byte(context, tensor, machine)
+    messages = 2 * hidden * config.pipeline_parallel
+    return 2 * (seconds + messages / machine.gpu.far_rate)
+
+
+_MOVED_BYTES = 32
+"""Bytes that kernels between matrix products move per stored number of an activation."""
+
+
+def _launches(symbol: str) -> tuple[int, int]:
+    """Return the GEMMs and the other kernels of a layer's forward and backward."""
+    return {"E": (9, 76), "-": (6, 16)}.get(symbol, (6, 30))
 
 
 def _seconds_per_byte(ranks: int, stride: int, machine: Machine) -> float:
