@@ -75,7 +75,6 @@ def main() -> None:
         command = model_command.having(
             seq_length=length,
             max_position_embeddings=positions,
-            micro_batch_size=1,
             global_batch_size=samples,
         )
         subject = Subject("", command, [command.script, *command.flags])

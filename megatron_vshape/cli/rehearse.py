@@ -303,8 +303,8 @@ def _heading(command: Command, first: RankReport, gpu: Gpu, sizes: Sizes) -> str
     return (
         f"{_schedule_name(command)}, TP {shape.tp} x "
         f"PP {shape.pp} x CP {sizes.context} x DP {shape.dp}: {sizes.world} "
-        f"{gpu.name.upper()} with {report.gib(gpu.memory_bytes)} GiB, {first.step.microbatches} "
-        "microbatches"
+        f"{gpu.name.upper()} with {report.gib(gpu.memory_bytes)} GiB, "
+        f"{first.step.microbatches_text}"
     )
 
 

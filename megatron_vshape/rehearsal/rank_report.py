@@ -132,6 +132,11 @@ class StepReport:
     time: Mapping[str, float]  # seconds of a step, by category
     scale: Scale  # only how kernels are launched; its counts are 1
 
+    @property
+    def microbatches_text(self) -> str:
+        """The number of microbatches with the noun."""
+        return f"{self.microbatches} microbatch{'' if self.microbatches == 1 else 'es'}"
+
 
 @dataclass(frozen=True, slots=True)
 class Provenance:

@@ -42,21 +42,21 @@ def estimate_step(
         gpu: GPU and links.
         gpu_distance: Distance between neighboring pipeline ranks in GPUs.
     """
-    sizes, microbatches = reports[0].sizes, reports[0].step.microbatches
+    sizes, microbatches = reports[0].sizes, reports[0].step.microbatches_text
     slowest = max(report.step.time["step_s"] for report in reports)
     missing = sizes.pp - len(reports)
     like = f"; {missing} of {sizes.pp} ranks assumed like their neighbors" if missing else ""
     if sizes.pp == 1:
-        return StepTime(slowest, f"{microbatches} microbatches")
+        return StepTime(slowest, microbatches)
     name = command.value(SCHEDULE) or megatrons_name(sizes.vp)
     try:
         if reports[0].step.scale.experts_hidden and not command.has(SCHEDULE):
             raise ScheduleError("parts of overlapped passes alternate")
         seconds = _simulated(reports, name, gpu, gpu_distance)
     except ScheduleError as error:
-        how = f"{microbatches} microbatches with the textbook bubble, not simulated: {error}{like}"
+        how = f"{microbatches} with the textbook bubble, not simulated: {error}{like}"
         return StepTime(slowest, how)
-    return StepTime(seconds, f"{microbatches} microbatches, {name} simulated{like}")
+    return StepTime(seconds, f"{microbatches}, {name} simulated{like}")
 
 
 def _simulated(reports: Sequence[Rank], name: str, gpu: Gpu, gpu_distance: int) -> float:
