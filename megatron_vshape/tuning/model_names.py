@@ -49,7 +49,8 @@ def find_model(name: str) -> Path:
         words = [word for word in words if not _RELEASE.fullmatch(word)]
         family = [word for word in words if not _SIZE.fullmatch(word)]
         preset = presets.get("".join(words)) or presets.get("".join(family))
-        if preset is not None:
+        # Another folder of the path names a model only with its size.
+        if preset is not None and (part == path.name or words != family):
             return preset
     if _REPOSITORY.fullmatch(name):
         return _download_config(name)

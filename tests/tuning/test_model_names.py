@@ -141,7 +141,7 @@ def test_names_of_presets(name: str, preset: str) -> None:
     assert find_model(name) == MODELS / f"{preset}.yaml"
 
 
-@pytest.mark.parametrize("name", ["qwen9", "Qwen3-8B-Reranker-Q4", "/data/qwen9"])
+@pytest.mark.parametrize("name", ["qwen9", "Qwen3-8B-Reranker-Q4", "/data/tiny/run"])
 def test_an_unknown_name_lists_the_presets(name: str) -> None:
     with pytest.raises(ScheduleError, match=rf"{name} is no config\.json.*deepseek_v3, "):
         find_model(name)
