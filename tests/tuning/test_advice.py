@@ -28,6 +28,7 @@ from megatron_vshape.rehearsal.command_reader import read_command
 from megatron_vshape.rehearsal.configuration_costs import CountedCosts, Parameters
 from megatron_vshape.rehearsal.gpus import GIB, GPUS, HEADROOM
 from megatron_vshape.rehearsal.megatron_layers import is_even
+from megatron_vshape.rehearsal.rank_job import RankJob
 from megatron_vshape.rehearsal.ranks import DryRunConfig
 from megatron_vshape.rehearsal.saved_config import LAYOUT
 from megatron_vshape.rehearsal.step_time import Rates
@@ -638,6 +639,31 @@ def test_rows_that_do_not_start_are_found(warm: Warm, monkeypatch: pytest.Monkey
     faults = find_start_faults(rows, subject, 2, programs)
     assert set(faults) == {"few"}
     assert "adds up to 7 layers and the model has 8" in faults["few"]
+
+
+def test_a_row_without_a_pipeline_is_checked_with_few_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has all layers on every rank, with all their experts if they are not distributed."""
+    jobs: list[RankJob] = []
+
+    def check_all(_: object, checks: Iterable[RankJob]) -> list[object]:
+        jobs.extend(checks)
+        return []
+
+    monkeypatch.setattr("megatron_vshape.tuning.row_command.check_all", check_all)
+    model = subject("pretrain_gpt.py " + SMALL, "--moe-layer-freq", "([0]*2+[1]*6)")
+    config = replace(configuration_of_command(model, 2), schedule="1f1b")
+    rows = {
+        str(size): Prediction(
+            replace(config, pipeline_parallel=size), Verdict.RUNS, 0.0, is_stock=True
+        )
+        for size in (1, 2)
+    }
+    find_start_faults(rows, model, 2, DryRunConfig.of(model.command, GPUS["h100"], None, None))
+    layers = {job.name: Command("", tuple(job.flags)).option("num_layers") for job in jobs}
+    assert layers == {"1": 4, "2": 8}
+    assert ["--moe-layer-freq" in job.flags for job in jobs] == [False, True, True]
 
 
 def test_script_starts_the_recommended_command(tmp_path: Path) -> None:
