@@ -48,7 +48,7 @@ _SWIFT_DEFAULTS = """
     --micro_batch_size 1 --global_batch_size 16 --bf16 true --use_distributed_optimizer true
     --cross_entropy_loss_fusion true --expert_tensor_parallel_size 1 --attention_backend flash
     --recompute_granularity selective --moe_grouped_gemm true --moe_token_dispatcher_type alltoall
-    --apply_rope_fusion false
+    --moe_router_dtype fp32 --apply_rope_fusion false
 """.split()
 """Defaults of ms-swift's MegatronArguments that differ from Megatron's."""
 
@@ -294,6 +294,8 @@ def config_of_swift(words: Sequence[str]) -> FrameworkConfig | None:
         if settings.get("rlhf_type", "dpo") in ("dpo", "rm") and not settings.get("packing"):
             for batch in ("micro_batch_size", "global_batch_size"):
                 settings[batch] *= 2  # a sample has a chosen and a rejected answer
+    if settings.get("moe_router_dtype") == "none":
+        settings["moe_router_dtype"] = None
     lora = _lora_of_swift(settings)
     flags, unknown = flags_of_arguments(
         {name: value for name, value in settings.items() if name not in _SWIFT_MEANINGS}

@@ -359,6 +359,12 @@ def test_a_sample_of_preferences_has_two_answers(flags: str, sequences: int) -> 
     assert command.number("--global-batch-size", 1) == 16 * sequences
 
 
+@pytest.mark.parametrize(("flags", "dtype"), [("", "fp32"), ("--moe_router_dtype none", None)])
+def test_the_router_of_ms_swift_is_in_fp32(flags: str, dtype: str | None) -> None:
+    command = read_command(["megatron", "sft", "--model", "example/Model-7B", *flags.split()])
+    assert command.value("--moe-router-dtype") == dtype
+
+
 def test_arguments_of_ms_swift_in_a_file(tmp_path: Path) -> None:
     text = "model: example/Model-7B\nmax_length: 2048\nmicro_batch_size: 4\ntuner_type: lora\n"
     file = str(written(tmp_path, "sft.yaml", text))
