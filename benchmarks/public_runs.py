@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from swift_examples import MOONLIGHT
-
 GIB = 2**30
 COMMON = """--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
     --grad-reduce-in-bf16 --cross-entropy-loss-fusion --cross-entropy-fusion-impl native"""
@@ -36,6 +34,14 @@ LLAMA_70B = """--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather --
 MIXTRAL = """--tensor-model-parallel-size 1 --pipeline-model-parallel-size 4
     --num-virtual-stages-per-pipeline-rank 2 --expert-model-parallel-size 8 --micro-batch-size 2"""
 EXPERTS = "--expert-model-parallel-size"
+MOONLIGHT = """--num-layers 27 --hidden-size 2048 --ffn-hidden-size 11264 --num-attention-heads 16
+    --multi-latent-attention --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64
+    --v-head-dim 128 --qk-layernorm --rope-type rope --vocab-size 163840 --num-experts 64
+    --moe-layer-freq ([0]+[1]*26) --moe-router-topk 6 --moe-ffn-hidden-size 1408
+    --moe-shared-expert-intermediate-size 2816 --moe-shared-expert-overlap
+    --moe-router-score-function sigmoid --moe-grouped-gemm --moe-permute-fusion
+    --moe-token-dispatcher-type alltoall --moe-router-dtype fp32
+    --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3"""
 MOONLIGHT_RUN = f"""{MOONLIGHT} --swiglu --normalization RMSNorm --disable-bias-linear
     --use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype bf16
     --exp-avg-sq-dtype bf16 --position-embedding-type rope --no-rope-fusion

@@ -1,179 +1,249 @@
 """Compare estimates with the memory and step time that ms-swift states for its Megatron examples.
 
-    python benchmarks/swift_examples.py [NAME...]
+    python benchmarks/swift_examples.py [--checkout DIR] [--list] [NAME ...]
 
-The examples are in modelscope/ms-swift, examples/megatron; each states its figures in its first
-lines. Most do not name the GPU; ms-swift's documentation names the A800 for two of them. Examples
-without packing train on the tokens of their samples only, so that their number is assumed here (~).
-The attention of packed samples ends at their borders: a window of half their assumed length, after
-the slash, has the same work.
+The scripts of modelscope/ms-swift in examples/ are read as by `rehearse`. Their comments before the
+command state the figures, as in "# 2 * 62GiB, 5.10s/it"; 80GiB may be the memory of the GPU instead
+of the peak. Most do not name the GPU; ms-swift's documentation names the A800 for two of them.
+Examples without packing train on the tokens of their samples only, so that their number is assumed
+here (~). The attention of packed samples ends at their borders: a window of half their assumed
+length, after the slash, has the same work. The last column names parts that are not estimated.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import io
+import logging
+import re
+import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from megatron_vshape.rehearsal.command import Command, sizes_of
-from megatron_vshape.rehearsal.command_reader import read_command
-from megatron_vshape.rehearsal.gpus import GPUS
-from megatron_vshape.rehearsal.rank_job import LoraConfig
+from script_coverage import clone
+
+from megatron_vshape.cli.dry_run import command_with_model
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal.command import Command, Sizes, launched_gpus, sizes_of
+from megatron_vshape.rehearsal.gpus import GPUS, Gpu
+from megatron_vshape.rehearsal.rank_job import RankJob
 from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport
 from megatron_vshape.rehearsal.ranks import DryRunConfig, rehearse_all
 from megatron_vshape.rehearsal.simulated import estimate_step
+from megatron_vshape.rehearsal.start_rules import check_model, violations_of
+from megatron_vshape.tuning.configurations import SweepError
+from megatron_vshape.tuning.model_names import find_model
 
-COMMON = """--bf16 --swiglu --normalization RMSNorm --disable-bias-linear --hidden-dropout 0
-    --position-embedding-type rope --untie-embeddings-and-output-weights --attention-dropout 0
-    --use-distributed-optimizer --attention-backend flash --no-create-attention-mask-in-dataloader
-    --cross-entropy-loss-fusion --no-rope-fusion --micro-batch-size 1"""
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-OFFLOAD = "--optimizer-cpu-offload --use-precision-aware-optimizer --optimizer-offload-fraction 1"
-EXPERTS = """--moe-grouped-gemm --moe-permute-fusion --moe-token-dispatcher-type alltoall
-    --moe-router-dtype fp32 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3"""
-QWEN3_30B = f"""--num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32
-    --group-query-attention --num-query-groups 4 --kv-channels 128 --qk-layernorm
-    --vocab-size 151936 --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 {EXPERTS}"""
-QWEN3_235B = f"""--num-layers 94 --hidden-size 4096 --ffn-hidden-size 12288
-    --num-attention-heads 64 --group-query-attention --num-query-groups 4 --kv-channels 128
-    --qk-layernorm --vocab-size 151936 --num-experts 128 --moe-router-topk 8
-    --moe-ffn-hidden-size 1536 {EXPERTS}"""
-QWEN25_7B = """--num-layers 28 --hidden-size 3584 --ffn-hidden-size 18944 --num-attention-heads 28
-    --group-query-attention --num-query-groups 4 --add-qkv-bias --vocab-size 152064"""
-QWEN25_14B = """--num-layers 48 --hidden-size 5120 --ffn-hidden-size 13824 --num-attention-heads 40
-    --group-query-attention --num-query-groups 8 --add-qkv-bias --vocab-size 152064"""
-QWEN25_72B = """--num-layers 80 --hidden-size 8192 --ffn-hidden-size 29568 --num-attention-heads 64
-    --group-query-attention --num-query-groups 8 --add-qkv-bias --vocab-size 152064"""
-QWEN3_14B = """--num-layers 40 --hidden-size 5120 --ffn-hidden-size 17408 --num-attention-heads 40
-    --group-query-attention --num-query-groups 8 --kv-channels 128 --qk-layernorm
-    --vocab-size 151936"""
-QWEN15_MOE = f"""--num-layers 24 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16
-    --add-qkv-bias --vocab-size 151936 --num-experts 60 --moe-router-topk 4
-    --moe-ffn-hidden-size 1408 --moe-shared-expert-intermediate-size 5632
-    --moe-shared-expert-overlap {EXPERTS}"""
-MOONLIGHT = f"""--num-layers 27 --hidden-size 2048 --ffn-hidden-size 11264 --num-attention-heads 16
-    --multi-latent-attention --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64
-    --v-head-dim 128 --qk-layernorm --rope-type rope --vocab-size 163840 --num-experts 64
-    --moe-layer-freq ([0]+[1]*26) --moe-router-topk 6 --moe-ffn-hidden-size 1408
-    --moe-shared-expert-intermediate-size 2816 --moe-shared-expert-overlap
-    --moe-router-score-function sigmoid {EXPERTS}"""
-GLM45_AIR = f"""--num-layers 46 --hidden-size 4096 --ffn-hidden-size 10944 --num-attention-heads 96
-    --group-query-attention --num-query-groups 8 --kv-channels 128 --add-qkv-bias
-    --vocab-size 151552 --num-experts 128 --moe-layer-freq ([0]+[1]*45) --moe-router-topk 8
-    --moe-ffn-hidden-size 1408 --moe-shared-expert-intermediate-size 1408 --mtp-num-layers 1
-    --moe-shared-expert-overlap --moe-router-score-function sigmoid {EXPERTS}"""
+SAMPLE_TOKENS = {
+    "AI-ModelScope/alpaca-gpt4-data-zh": 170,
+    "AI-ModelScope/LongAlpaca-12k": 8000,
+    "ZhipuAI/LongWriter-6k": 8000,
+    "liucong/Chinese-DeepSeek-R1-Distill-data-110k-SFT": 1000,
+    "swift/Chinese-Qwen3-235B-2507-Distill-data-110k-SFT": 4000,
+    "swift/Chinese-Qwen3-235B-Thinking-2507-Distill-data-110k-SFT": 4000,
+    "swift/Qwen3-SFT-Mixin": 1000,
+}
+"""Assumed mean tokens of a sample, by the first data set of an example."""
+OTHER_TOKENS = 500
+SHORT_LENGTH, SHORT_TOKENS = 2048, 1000
+"""Assumed mean of long samples if --max_length leaves the short ones of them."""
+
+DOCUMENTED_GPUS = {"sft": "a100", "multimodal/dense/full": "a100", "multimodal/dense/lora": "a100"}
+"""GPUs in ms-swift's documentation (Quick-start.md, Multimodal-Model.md), by example."""
+DOCUMENTED_SECONDS = {"base_to_chat": 9.04}
+"""Time of a step in Quick-start.md, if the script has none."""
+DEFAULT_GPU, LARGE_GPU = "a800", "h20"
+"""The second one for FP8, or for more memory than the first one has."""
+
+CHANGES: dict[str, Callable[[Command], Command]] = {
+    "full": lambda command: replace(command, lora=None),
+    "BF16": lambda command: command.without(lambda flag: flag.startswith("--fp8")),
+    "adam(w)": lambda command: command.without("--optimizer".__eq__),
+}
+"""Changes of a script for the figures of another run, by the word before them."""
+OTHER_RUNS = ("ZeRO3", "fa2")
+"""Words before the figures of runs without Megatron, or with other kernels."""
+
+_COMMAND = re.compile(r"(?m)^[ \t]*megatron (?:sft|pt|rlhf)\b(?:.*\\\n)*.*")
+_MEMORY = re.compile(r"^#(?: ([\w()-]+):)?(?: |.* )(?:(\d+) \* )?(\d+)(GiB|GB)\b(?! Ascend)")
+_SECONDS = re.compile(r"(\d+(?:\.\d+)?) ?s/it")
+_GPU = re.compile(r"(?mi)^#.*\b(A100|A800|H20|H100|H200|H800)\b")
+_ENCODER = re.compile(r"(?m)^(vision|text|thinker)_config:")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Memory and time in a comment of a script."""
+
+    label: str  # of the run; empty: the script's
+    gpus: int | None
+    gib: float
+    seconds: float | None
 
 
 @dataclass(frozen=True)
 class Example:
-    """An example: its flags, and the memory and time in its first lines."""
+    """A run of a script, and its stated figures."""
 
-    name: str  # path in examples/megatron
-    model: str
-    flags: str
-    tokens: int  # of a microbatch
-    samples: int  # microbatches of a step, on all data-parallel ranks
-    gpus: int
-    stated_gib: float
-    stated_s: float | None = None
-    lora: LoraConfig | None = None
-    gpu: str = "a800"
-    assumes_tokens: bool = False
-    packed_tokens: int | None = None  # assumed mean of packed samples; None: not packed
+    name: str
+    figures: Figures
+    command: Command
+    sizes: Sizes
+    gpu: Gpu
+    tokens: str
+    omitted: str  # parts that are not estimated
 
-    def command(self) -> Command:
-        """Return the example as a Megatron command."""
-        tokens = str(self.tokens)
-        sizes = ["--seq-length", tokens, "--max-position-embeddings", tokens]
-        words = f"{COMMON} {self.model} {self.flags} --global-batch-size {self.samples}".split()
-        if self.packed_tokens is not None:
-            # Attention within samples: a token sees half of its sample on average.
-            sizes += ["--window-size", f"{self.packed_tokens // 2},0"]
-        allocator = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        return read_command([allocator, "pretrain_gpt.py", *words, *sizes])
+    def jobs(self) -> list[RankJob]:
+        """Return the jobs of all pipeline ranks."""
+        config = self.config()
+        stages = range(self.sizes.pipeline)
+        return [config.job(self.command, self.sizes, stage, self.name) for stage in stages]
+
+    def config(self) -> DryRunConfig:
+        """Return the programs and the settings of the dry run."""
+        return DryRunConfig.of(self.command, self.gpu, jobs=1, lora=self.command.lora)
 
 
-TP = "--sequence-parallel --tensor-model-parallel-size"
-EP, PP = "--expert-model-parallel-size", "--pipeline-model-parallel-size"
-LORA8 = LoraConfig(8, per_expert=True)
-EXAMPLES = (
-    Example("lora/dense (full)", QWEN25_7B, f"{TP} 2 {FULL}", 2720, 1, 2, 70, 0.61,
-            assumes_tokens=True),
-    Example("lora/dense", QWEN25_7B, f"{TP} 2 {FULL}", 2720, 1, 2, 14, 0.45, LORA8,
-            assumes_tokens=True),
-    Example("long_text", QWEN25_7B, f"{TP} 4 {FULL}", 32768, 8, 4, 50 / 1.0737, 23, gpu="a100",
-            packed_tokens=8000),
-    Example("base_to_chat", QWEN25_14B, f"{TP} 4 --recompute-granularity selective", 8192, 16, 8,
-            65, 9.04, packed_tokens=1000),
-    Example("dense/72b_offload", QWEN25_72B, f"{TP} 8 {FULL} {OFFLOAD}", 8192, 16, 8, 65, 80,
-            packed_tokens=1000),
-    Example("fp8/benchmark (BF16)", QWEN3_14B,
-            f"{TP} 4 --recompute-granularity selective --use-precision-aware-optimizer "
-            "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", 8192, 16, 8, 52, 13, gpu="h20",
-            packed_tokens=4000),
-    Example("moe/moe", QWEN15_MOE, f"{PP} 2 --decoder-last-pipeline-num-layers 11 {EP} 4 {FULL} "
-            "--overlap-grad-reduce --overlap-param-gather", 8192, 16, 8, 57, 2.95,
-            packed_tokens=1000),
-    Example("moe/deepseek_v3", MOONLIGHT, f"{PP} 2 --decoder-last-pipeline-num-layers 13 {EP} 4 "
-            f"{FULL}", 8192, 16, 8, 60, 9, packed_tokens=1000),
-    Example("moe/qwen3_moe", QWEN3_30B, f"{PP} 2 {EP} 8 {FULL}", 8192, 16, 16, 60, 9.6,
-            packed_tokens=1000),
-    Example("mcore_bridge/full/moe", QWEN3_30B, f"{TP} 4 {PP} 2 {EP} 4 {FULL} "
-            "--expert-tensor-parallel-size 1 --decoder-first-pipeline-num-layers 25 "
-            "--moe-expert-capacity-factor 2", 8192, 4, 8,
-            76, 3, packed_tokens=4000),
-    Example("lora/mtp", GLM45_AIR, f"{TP} 4 {EP} 4 --expert-tensor-parallel-size 1 {FULL}", 8192,
-            16, 4, 70, 40, LoraConfig(32, ("linear_qkv", "linear_proj")),
-            packed_tokens=4000),
-    Example("lora/moe", QWEN3_30B, f"{EP} 2 {FULL}", 8 * 1000, 2, 2, 62, 5.1, LORA8,
-            assumes_tokens=True),
-    Example("mcore_bridge/lora/moe", QWEN3_30B, f"{EP} 2 {FULL} --moe-expert-capacity-factor 2",
-            8 * 1000, 2, 2, 50, None, LORA8, assumes_tokens=True),
-    Example("lora/qwen3_235b", QWEN3_235B, f"{TP} 4 {EP} 8 --expert-tensor-parallel-size 1 {FULL}",
-            8 * 1000, 2, 8, 80, 3.2, LORA8, assumes_tokens=True),
-)  # fmt: skip
-
-
-def main(names: Sequence[str]) -> None:
+def main() -> None:
     """Estimate the examples, all or these, and print a line for each."""
-    print(f"{'example':23s} GPUs       tokens   GiB: stated, estimated   s/it: stated, estimated")
-    examples = {example.name: example for example in EXAMPLES if not names or example.name in names}
-    jobs: list[Mapping[str, Any]] = []
-    for example in examples.values():
-        command = example.command()
-        config = DryRunConfig.of(command, GPUS[example.gpu], jobs=1, lora=example.lora)
-        sizes = sizes_of(command, example.gpus)
-        jobs += [config.job(command, sizes, stage, example.name) for stage in range(sizes.pipeline)]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="Examples (default: all)")
+    parser.add_argument("--checkout", type=Path, metavar="DIR", help="Of ms-swift, else cloned")
+    parser.add_argument("--list", action="store_true", help="Print names and assumptions only")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)  # arguments without effect on memory and time
+    with tempfile.TemporaryDirectory() as folder:
+        checkout = options.checkout or clone("modelscope/ms-swift", Path(folder))
+        examples = {example.name: example for example in read_examples(checkout, options.names)}
+    print(
+        f"{'example':36s} {'GPUs':7s} {'tokens':>11s}   GiB: stated, estimated   "
+        "s/it: stated, estimated   not estimated"
+    )
+    if options.list:
+        for example in examples.values():
+            line = f"{_heading(example)}{example.figures.gib:14.0f}   {example.omitted}"
+            print(line.rstrip())
+    elif examples:
+        estimate(examples)
+
+
+def read_examples(checkout: Path, names: Sequence[str]) -> Iterator[Example]:
+    """Read the scripts that state memory; print the reasons for those that cannot be estimated."""
+    folder = checkout / "examples"
+    for script in sorted(folder.rglob("*.sh")):
+        text = script.read_text()
+        match = _COMMAND.search(text)
+        if match is None:
+            continue
+        for figures in figures_of(text[: match.start()]):
+            name = str(script.relative_to(folder).with_suffix("")).removeprefix("megatron/")
+            name += f" ({figures.label})" if figures.label in CHANGES else ""
+            seconds = figures.seconds or DOCUMENTED_SECONDS.get(name)
+            if figures.label in OTHER_RUNS or (names and name not in names):
+                continue
+            try:
+                yield read_example(name, script, replace(figures, seconds=seconds))
+            except (ScheduleError, SweepError) as error:
+                print(f"{name}: {str(error).replace(str(script), 'the script'):.200}", flush=True)
+
+
+def figures_of(comments: str) -> Iterator[Figures]:
+    """Yield the figures in the comments before a command."""
+    for line in comments.splitlines():
+        if match := _MEMORY.match(line):
+            label, gpus, memory, unit = match.groups()
+            seconds = _SECONDS.search(line)
+            yield Figures(
+                label or "",
+                int(gpus) if gpus else None,
+                int(memory) / (1.0737 if unit == "GB" else 1),
+                float(seconds[1]) if seconds else None,
+            )
+
+
+def read_example(name: str, script: Path, figures: Figures) -> Example:
+    """Read a script, with the tokens of its microbatches and its GPU.
+
+    Raises:
+        ScheduleError: the model is unknown, or the script cannot be read.
+        SweepError: the model's file cannot be read.
+    """
+    with redirect_stdout(io.StringIO()):  # flags of the model
+        command = command_with_model(argparse.Namespace(model=None, command=[str(script)]))
+    check_model(command)
+    command = CHANGES.get(figures.label, lambda unchanged: unchanged)(command)
+    text = script.read_text()
+    command, tokens = with_sample_tokens(command, text)
+    sizes = sizes_of(command, launched_gpus(command)[0] or figures.gpus)
+    if violations := violations_of(command, sizes):
+        raise ScheduleError(". ".join(map(str, violations)))
+    has_encoder = _ENCODER.search(find_model(command.model_name).read_text())
+    is_referring = re.search(r"--rlhf_type (dpo|kto)", text)
+    omitted = ["image encoder"] * bool(has_encoder) + ["reference model"] * bool(is_referring)
+    named = _GPU.search(text)
+    is_large = command.has("--fp8-format") or figures.gib * 2**30 > GPUS[DEFAULT_GPU].memory_bytes
+    gpu = DOCUMENTED_GPUS.get(name, LARGE_GPU if is_large else DEFAULT_GPU)
+    gpu = named[1].lower() if named else gpu
+    return Example(name, figures, command, sizes, GPUS[gpu], tokens, ", ".join(omitted))
+
+
+def with_sample_tokens(command: Command, text: str) -> tuple[Command, str]:
+    """Set the assumed tokens of a microbatch; return them for the table as well."""
+    length = command.number("--seq-length", 0)
+    dataset = re.search(r"--dataset\s+'?([^\s'#:]+)", text)
+    sample = SAMPLE_TOKENS.get(dataset[1] if dataset else "", OTHER_TOKENS)
+    sample = min(sample, SHORT_TOKENS if length <= SHORT_LENGTH else length)
+    if "--packing true" in text:
+        # Attention within samples: a token sees half of its sample on average.
+        return command.having(window_size=f"{sample // 2},0"), f"{length}/{sample}"
+    samples = command.number("--micro-batch-size", 1)
+    if "--padding_free false" in text:  # padded to the longest sample, assumed twice the mean
+        padded = min(2 * sample, length)
+        return command.having(seq_length=padded), f"~{samples}x{padded}"
+    batch = command.number("--global-batch-size", samples) // samples
+    command = command.having(micro_batch_size=1, global_batch_size=batch)
+    return command.having(seq_length=samples * sample), f"~{samples * sample}"
+
+
+def estimate(examples: dict[str, Example]) -> None:
+    """Print the line of an example when all its ranks are estimated."""
+    jobs = [job for example in examples.values() for job in example.jobs()]
+    programs = next(iter(examples.values())).config().programs
     waiting = Counter(job.name for job in jobs)
     reports: dict[str, list[RankReport]] = {}
-    for result in rehearse_all(config.programs, jobs):  # one process for all imports
+    for result in rehearse_all(programs, jobs):  # one process for all imports
         if isinstance(result, FailedRank):
             print(f"{result.name}: {result.error}", flush=True)
             continue
         ranks = reports.setdefault(result.name, [])
         ranks.append(result)
         if len(ranks) == waiting[result.name]:
-            print(" ".join(_cells(examples[result.name], ranks)), flush=True)
+            example = examples[result.name]
+            line = _heading(example) + " ".join(_cells(example, ranks))
+            print(line.rstrip(), flush=True)
+
+
+def _heading(example: Example) -> str:
+    gpus = f"{example.sizes.world}x{example.gpu.name}"
+    return f"{example.name:36s} {gpus:7s} {example.tokens:>11s}"
 
 
 def _cells(example: Example, reports: list[RankReport]) -> Iterator[str]:
-    command, gpu = example.command(), GPUS[example.gpu]
     reports.sort(key=lambda report: report.stage)
     gib = max(report.memory.reserved_bytes for report in reports) / 2**30
-    stride = sizes_of(command, example.gpus).stage_stride
-    seconds = estimate_step(reports, command, gpu, stride).seconds
-    yield f"{example.name:23s} {example.gpus}x{gpu.name}"
-    packed = "" if example.packed_tokens is None else f"/{example.packed_tokens}"
-    yield f"{'~' if example.assumes_tokens else ''}{example.tokens}{packed}".rjust(10)
-    yield f"{example.stated_gib:14.0f} {gib:10.1f} {gib / example.stated_gib - 1:+5.0%}"
-    if example.stated_s is None:
-        yield f"{'-':>9} {seconds:10.2f}"
+    stride = example.sizes.stage_stride
+    seconds = estimate_step(reports, example.command, example.gpu, stride).seconds
+    stated = example.figures
+    yield f"{stated.gib:14.0f} {gib:10.1f} {gib / stated.gib - 1:+5.0%}"
+    if stated.seconds is None:
+        yield f"{'-':>9} {seconds:10.2f}      "
     else:
-        off = seconds / example.stated_s - 1
-        yield f"{example.stated_s:9.2f} {seconds:10.2f} {off:+5.0%}"
+        yield f"{stated.seconds:9.2f} {seconds:10.2f} {seconds / stated.seconds - 1:+5.0%}"
+    yield f"  {example.omitted}"
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
