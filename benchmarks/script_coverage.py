@@ -1,36 +1,66 @@
 """Count the training scripts of public repositories whose command `rehearse` reads.
 
-    python benchmarks/script_coverage.py [--checkout OWNER/NAME=DIR ...] [--draw N] [--verbose]
+    python benchmarks/script_coverage.py [--checkout OWNER/NAME=DIR ...] [--only OWNER/NAME ...]
+        [--draw N] [--verbose]
 
 Repositories without a checkout are cloned, without history. A script counts as a training script
-if a line that is no comment starts a Python file with "train" in its name. It is read if bash
-expands a command with the number of layers; the estimate itself is not run. Rejections that name
-the reason (another kind of model, values that the user has to set) are counted separately.
+if a line that is no comment starts a Python file with "train" in its name; those of frameworks, if
+they have the text in `REPOSITORIES`. It is read if bash or the reader of the framework's files
+returns a command with the number of layers; the estimate itself is not run. If a framework's script
+names a model, the sizes must be in a preset, or in the cache of Hugging Face: nothing is
+downloaded. Rejections that name the reason (another kind of model, training without Megatron, an
+unknown model, values that the user has to set) are counted separately.
 """
 
 import argparse
+import io
+import logging
+import os
 import random
 import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from time import monotonic
+from typing import NamedTuple
 
+from megatron_vshape.cli.dry_run import command_with_model
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal.command_reader import read_command
 from megatron_vshape.rehearsal.start_rules import check_model
+from megatron_vshape.tuning.configurations import SweepError
 
-REPOSITORIES = (
-    "THUDM/slime",
-    "radixark/miles",
-    "LumiOpen/Megatron-LM-lumi",
-    "swiss-ai/Megatron-LM",
-)
-_TRAINS = re.compile(r"(?m)^[^#\n]*[\w/}]*train\w*\.py\b")
-_NAMED = re.compile(
-    r"trains a [\w-]+ model|without Megatron|has variables without a value|which is empty"
-)
+
+class Scripts(NamedTuple):
+    """The training scripts of a repository: files with this text and one of these endings."""
+
+    text: re.Pattern[str]
+    endings: Sequence[str]
+
+
+MEGATRON = Scripts(re.compile(r"(?m)^[^#\n]*[\w/}]*train\w*\.py\b"), ("sh", "sbatch", "slurm"))
+REPOSITORIES = {
+    "THUDM/slime": MEGATRON,
+    "radixark/miles": MEGATRON,
+    "LumiOpen/Megatron-LM-lumi": MEGATRON,
+    "swiss-ai/Megatron-LM": MEGATRON,
+    "modelscope/ms-swift": Scripts(re.compile("megatron (sft|pt|rlhf)"), ["sh"]),
+    "volcengine/verl": Scripts(re.compile("megatron"), ["sh"]),
+    "NVIDIA-NeMo/RL": Scripts(re.compile("megatron_cfg"), ["yaml"]),
+    "alibaba/ROLL": Scripts(re.compile("megatron_train"), ["yaml"]),
+    "AMD-AGI/Primus": Scripts(re.compile("framework: megatron"), ["yaml"]),
+}
+_REASONS = {
+    "another kind of model": (
+        r"trains? (a [\w-]+|no language) model|only language models|only LoRA is estimated"
+    ),
+    "without Megatron": "without Megatron|only Megatron is estimated",
+    "unknown model": r"is no preset|and no preset|so the model of .* is unknown",
+    "values to set": r"variables without a value|which is empty|positive number\. If a variable",
+}
+"""Reasons by texts of their messages."""
 
 
 def clone(repository: str, folder: Path) -> Path:
@@ -44,39 +74,50 @@ def clone(repository: str, folder: Path) -> Path:
     return target
 
 
-def training_scripts(folder: Path) -> list[Path]:
-    """Find the shell scripts of a checkout that start a training."""
-    files = [file for ending in ("sh", "sbatch", "slurm") for file in folder.rglob(f"*.{ending}")]
-    return sorted(file for file in files if _TRAINS.search(file.read_text(errors="replace")))
+def training_scripts(folder: Path, scripts: Scripts) -> list[Path]:
+    """Find the scripts or configurations of a checkout that start a training."""
+    files = [file for ending in scripts.endings for file in folder.rglob(f"*.{ending}")]
+    return sorted(file for file in files if scripts.text.search(file.read_text(errors="replace")))
 
 
 def result_of(script: Path) -> str:
     """Return "" for a script that is read, else the reason."""
     try:
-        check_model(read_command([str(script)]))
-    except ScheduleError as error:
+        with redirect_stdout(io.StringIO()):  # flags of the model
+            check_model(command_with_model(argparse.Namespace(model=None, command=[str(script)])))
+    except (ScheduleError, SweepError) as error:
         return str(error)
     return ""
+
+
+def kind_of(reason: str) -> str:
+    """Return the kind of a result: read, one of the named reasons, or not read."""
+    kinds = (kind for kind, text in _REASONS.items() if re.search(text, reason))
+    return next(kinds, "not read") if reason else "read"
 
 
 def main() -> None:
     """Print a line per repository, the sum, and the scripts that are not read."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--checkout", action="append", default=[], metavar="OWNER/NAME=DIR")
+    parser.add_argument("--only", nargs="+", choices=REPOSITORIES, metavar="OWNER/NAME")
     parser.add_argument("--draw", type=int, default=0, metavar="N", help="print N scripts read")
     parser.add_argument("--verbose", action="store_true", help="print all reasons")
     options = parser.parse_args()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    logging.disable(logging.WARNING)  # settings without effect on memory and time
     checkouts = dict(text.split("=", 1) for text in options.checkout)
     read: list[Path] = []
     total: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
-        for repository in REPOSITORIES:
-            path = Path(checkouts.get(repository) or clone(repository, Path(folder)))
+        for repository in options.only or REPOSITORIES:
+            path = Path(checkouts.get(repository) or clone(repository, Path(folder))).resolve()
             counts: Counter[str] = Counter()
             start = monotonic()
-            for script in training_scripts(path):
-                reason = result_of(script)
-                kind = "named" if _NAMED.search(reason) else "not read" if reason else "read"
+            for script in training_scripts(path, REPOSITORIES[repository]):
+                with chdir(path):  # where scripts of ms-swift find their YAML files
+                    reason = result_of(script)
+                kind = kind_of(reason)
                 counts[kind] += 1
                 read += [] if reason else [script]
                 if kind == "not read" or (reason and options.verbose):
@@ -90,9 +131,11 @@ def main() -> None:
 
 
 def _format(counts: Counter[str]) -> str:
+    reasons = ", ".join(f"{counts[kind]} {kind}" for kind in _REASONS if counts[kind])
     return (
         f"{counts['read']} of {counts.total()} read ({counts['read'] / counts.total():.0%}), "
-        f"{counts['named']} rejected with the reason, {counts['not read']} not read"
+        f"{sum(counts[kind] for kind in _REASONS)} rejected with the reason"
+        f"{f' ({reasons})' if reasons else ''}, {counts['not read']} not read"
     )
 
 
