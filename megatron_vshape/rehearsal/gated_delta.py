@@ -129,7 +129,7 @@ def chunk_gated_delta_rule(
     return output, None
 
 
-class _Convolution(torch.autograd.Function):
+class _CausalConvolution(torch.autograd.Function):
     """Saves its input, a part of the projection's output; backward computes its output again."""
 
     @staticmethod
@@ -152,11 +152,11 @@ class _Convolution(torch.autograd.Function):
 
 def causal_conv1d(x: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, None]:
     """Return a contiguous tensor of the input's shape, and no final state."""
-    output: Tensor = _Convolution.apply(x, weight)
+    output: Tensor = _CausalConvolution.apply(x, weight)
     return output, None
 
 
-class _Norm(torch.autograd.Function):
+class _L2Norm(torch.autograd.Function):
     """Saves its output and the statistics of its rows, in fp32."""
 
     @staticmethod
@@ -177,5 +177,5 @@ class _Norm(torch.autograd.Function):
 
 def l2norm(x: Tensor, *unused: Any, **options: Any) -> Tensor:
     """Return a tensor like `x`."""
-    output: Tensor = _Norm.apply(x)
+    output: Tensor = _L2Norm.apply(x)
     return output

@@ -59,7 +59,7 @@ def propose(subject: Subject, machine: Machine) -> list[Configuration]:
     return proposals
 
 
-class Candidate(NamedTuple):
+class Proposal(NamedTuple):
     """A configuration with rough estimates."""
 
     excess_bytes: float  # of the largest rank, above the memory that may be filled
@@ -67,7 +67,7 @@ class Candidate(NamedTuple):
     config: Configuration
 
 
-def candidates(subject: Subject, machine: Machine) -> list[Candidate]:
+def candidates(subject: Subject, machine: Machine) -> list[Proposal]:
     """Return all possible configurations, the best first: those that fit, then by step time.
 
     Raises:
@@ -75,11 +75,11 @@ def candidates(subject: Subject, machine: Machine) -> list[Candidate]:
     """
     number, node, option = machine.num_devices, machine.gpu.node, cache(subject.command.option)
     limit_bytes = _FULL_SHARE * machine.gpu.allocatable_bytes(0, 0.0)
-    possible: list[Candidate] = []
+    possible: list[Proposal] = []
     for config in _configurations(subject, machine):
         if not any(faults(config, subject, number, node)):
             step_s, peak_bytes = _estimate(config, subject, machine, option)
-            possible.append(Candidate(max(0.0, peak_bytes - limit_bytes), step_s, config))
+            possible.append(Proposal(max(0.0, peak_bytes - limit_bytes), step_s, config))
     if not possible:
         raise ScheduleError(
             f"no sizes with a pipeline can be proposed for {number} GPUs: change the number in "
