@@ -89,8 +89,8 @@ def _download_config(name: str) -> Path:
     try:
         return Path(hf_hub_download(name, "config.json"))
     except (OSError, ValueError) as error:  # no connection, no such repository, no access
-        reason = str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise SweepError(
             f"the model {name:.100} is no preset, and its config.json was not downloaded from "
-            f"Hugging Face: {reason:.200}. Give the file: --model config.json"
+            f"Hugging Face ({reason:.300}): give the file with --model config.json"
         ) from None
