@@ -1,6 +1,6 @@
 """Compare the sizes that `advise --model` proposes with the best ones that its predictor finds.
 
-    python benchmarks/proposals.py [--te DIRECTORY] [MODEL NxGPU [SEQUENCE] ...]
+    python benchmarks/proposals.py [--te DIRECTORY] [MODEL NxGPU SEQUENCE ...]
 
 For each case, configurations that the rough estimate of the proposals does not exclude are counted
 by dry runs and predicted with the best stock schedule: at most 36 sets of sizes, those within three

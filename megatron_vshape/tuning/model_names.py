@@ -6,11 +6,10 @@ from pathlib import Path
 from megatron_vshape.tuning.configurations import SweepError
 
 _RELEASE = re.compile("instruct|base|chat|it|hf|fp8|bf16|thinking|preview|meta|nvidia|1m|[0-9]{4}")
-"""Words of a model's name that say nothing about its sizes: kind of training, format, date."""
+"""Words of a model's name without effect on its sizes: kind of training, format, date."""
 
 _SIZE = re.compile(r"a?\d+[bm]|\d+e")
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-
 
 _EQUAL_SIZES = {
     "deepseekr1": "deepseek_v3",

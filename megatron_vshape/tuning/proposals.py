@@ -137,6 +137,7 @@ def _estimate(
     widths, symbols = subject.widths(config.sequence_length), symbols_of(option)
     parameters, table = parameters_of(option, subject.vocabulary), costs_of_symbols(option, widths)
     moved = _MOVED_BYTES * sum(table[symbol].memory for symbol in symbols)
+    # From here on, `option` has the recomputation: layers keep only their input.
     sizes |= {"recompute_granularity": FULL} if config.recompute == FULL else {}
     table = costs_of_symbols(option, widths)
     replicas = config.data_parallel * config.context_parallel

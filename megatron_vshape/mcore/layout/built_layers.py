@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
+from megatron_vshape.mcore.layout.sizes import layers_with_linear_attention
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.options import UnsupportedError
 
@@ -100,10 +101,11 @@ def has_experts(config: Any, num_layers: int) -> list[bool]:
 
 
 def _has_linear_attention(config: Any, num_layers: int) -> list[bool]:
-    frequency = config.linear_attention_freq
-    if isinstance(frequency, int):
-        return [(layer + 1) % frequency != 0 for layer in range(num_layers)]
-    return [bool(layer) for layer in frequency]
+    options = {
+        "linear_attention_freq": config.linear_attention_freq,
+        "num_layers": num_layers,
+    }
+    return [*layers_with_linear_attention(options.get)]
 
 
 def _is_moe_layer(layer: Any) -> bool | None:

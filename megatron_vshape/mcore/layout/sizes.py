@@ -68,10 +68,10 @@ def layers_with_experts(option: Options) -> tuple[bool, ...]:
     Raises:
         ScheduleError: --moe-layer-freq is neither an integer nor an expression of lists.
     """
-    every = _layer_freq(option, "moe_layer_freq") or 1
-    if isinstance(every, int):
-        return tuple(layer % every == 0 for layer in range(option("num_layers") or 1))
-    return tuple(map(bool, every))
+    frequency = _layer_frequency(option, "moe_layer_freq") or 1
+    if isinstance(frequency, int):
+        return tuple(layer % frequency == 0 for layer in range(option("num_layers") or 1))
+    return tuple(map(bool, frequency))
 
 
 def layers_with_linear_attention(option: Options) -> tuple[bool, ...]:
@@ -80,25 +80,26 @@ def layers_with_linear_attention(option: Options) -> tuple[bool, ...]:
     Raises:
         ScheduleError: --linear-attention-freq is neither an integer nor an expression of lists.
     """
-    every, num_layers = _layer_freq(option, "linear_attention_freq"), option("num_layers") or 0
-    if every is None:
+    frequency = _layer_frequency(option, "linear_attention_freq")
+    num_layers = option("num_layers") or 0
+    if frequency is None:
         return (False,) * num_layers
-    if isinstance(every, int):
-        return tuple((layer + 1) % every != 0 for layer in range(num_layers))
-    return tuple(map(bool, every))
+    if isinstance(frequency, int):
+        return tuple((layer + 1) % frequency != 0 for layer in range(num_layers))
+    return tuple(map(bool, frequency))
 
 
-def _layer_freq(option: Options, name: str) -> Any:
+def _layer_frequency(option: Options, name: str) -> Any:
     """Return the integer, or the list with a number for each layer, of an option; None: unset."""
-    every = option(name)
-    if not isinstance(every, str):
-        return every
+    frequency = option(name)
+    if not isinstance(frequency, str):
+        return frequency
     try:
-        return _evaluated(ast.parse(every.strip(), mode="eval").body)
+        return _evaluated(ast.parse(frequency.strip(), mode="eval").body)
     except (SyntaxError, TypeError):
         raise ScheduleError(
-            f"--{name.replace('_', '-')} {every} cannot be read; give an integer, or lists of 0 "
-            "and 1, such as ([0]*3+[1]*58)"
+            f"--{name.replace('_', '-')} {frequency} cannot be read; give an integer, or "
+            "lists of 0 and 1, such as ([0]*3+[1]*58)"
         ) from None
 
 
