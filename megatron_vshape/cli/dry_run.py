@@ -19,7 +19,13 @@ from megatron_vshape.rehearsal.gpus import GPUS, HEADROOM, Gpu
 from megatron_vshape.rehearsal.rank_job import DEFAULT_TARGETS, LoraConfig
 from megatron_vshape.rehearsal.ranks import DryRunConfig, missing_sources
 from megatron_vshape.rehearsal.report import WIDTH
-from megatron_vshape.rehearsal.sources import PythonSource, cache, fetch, missing_text
+from megatron_vshape.rehearsal.sources import (
+    MissingSourceError,
+    PythonSource,
+    cache,
+    fetch,
+    missing_text,
+)
 from megatron_vshape.tuning.configurations import SweepError
 from megatron_vshape.tuning.machine import Machine
 
@@ -143,7 +149,11 @@ def command_with_model(options: argparse.Namespace) -> Command:
         ScheduleError: the model or the command cannot be read, or both have a model.
     """
     has_command = options.model is None or bool(options.command)
-    command = read_command(options.command) if has_command else Command("", ())
+    try:
+        command = read_command(options.command) if has_command else Command("", ())
+    except MissingSourceError as error:  # Megatron's parser, for a framework's settings
+        _fetch_all(options, [error.source])
+        command = read_command(options.command)
     if command.layers and options.model is not None:
         raise ScheduleError(
             f"--model {options.model} and the command both have a model: remove one of them"
@@ -300,9 +310,12 @@ def fetch_missing(options: argparse.Namespace, command: Command) -> None:
     Raises:
         ScheduleError: Sources are missing and not to be downloaded, or a download failed.
     """
-    missing = missing_sources(command, options.megatron, options.te)
+    _fetch_all(options, missing_sources(command, options.megatron, options.te))
+
+
+def _fetch_all(options: argparse.Namespace, missing: Sequence[PythonSource]) -> None:
     if missing and not options.fetch and not _is_agreed(missing):
-        raise ScheduleError(missing_text(missing))
+        raise ScheduleError(missing_text([*missing]))
     for source in missing:
         print(f"{source}: {fetch(source)}", file=sys.stderr, flush=True)
 

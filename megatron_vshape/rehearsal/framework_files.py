@@ -325,19 +325,11 @@ def _swift_settings(words: Sequence[str]) -> dict[str, Any]:
     Raises:
         ScheduleError: the file cannot be read.
     """
-    import yaml  # type: ignore[import-untyped]
-
     values = _swift_values(_SWIFT_DEFAULTS)
     flags = _swift_values(words)
     for name in (*flags.pop("", ()), *flags.pop("config", ())):
-        try:
-            content = yaml.safe_load(Path(name).read_text())
-            values |= {_SWIFT_NAMES.get(key, key): value for key, value in content.items()}
-        except (OSError, AttributeError, yaml.YAMLError) as error:
-            raise ScheduleError(
-                f"megatron of ms-swift gets its arguments from {name}, which cannot be read: "
-                f"{error}. Start this program in the folder where you start ms-swift"
-            ) from None
+        content = _read_with_parents(Path(name))
+        values |= {_SWIFT_NAMES.get(key, key): value for key, value in content.items()}
     values |= flags
     return {
         name: value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -383,7 +375,7 @@ def _read_with_parents(path: Path, key: str = "extends") -> dict[str, Any]:
     Raises:
         ScheduleError: A file cannot be read.
     """
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     try:
         content = yaml.safe_load(path.read_text()) or {}

@@ -22,6 +22,7 @@ from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.rank_job import DEFAULT_TARGETS, LoraConfig
+from megatron_vshape.rehearsal.sources import importable_megatron
 
 logger = logging.getLogger(__name__)
 
@@ -349,7 +350,7 @@ class _Arguments:
 
     def __init__(self) -> None:
         self._actions: dict[str, list[Action]] = {}
-        with silence():
+        with silence(), importable_megatron():
             try:
                 from megatron.training.arguments import add_megatron_arguments
             except ImportError as error:
@@ -395,7 +396,7 @@ class _Arguments:
 
     @cached_property
     def _defaults(self) -> dict[str, dict[str, Any]]:
-        with silence():
+        with silence(), importable_megatron():
             from megatron.core.distributed import DistributedDataParallelConfig
             from megatron.core.optimizer import OptimizerConfig
             from megatron.core.transformer import MLATransformerConfig

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -230,8 +232,25 @@ def find_megatron(directory: Path | None, script: str) -> Path | None:
         spec = importlib.util.find_spec("megatron.core")
     except ModuleNotFoundError:
         spec = None
-    if spec is not None:
+    # It may have been imported from the download, by `importable_megatron`.
+    if spec is not None and not Path(spec.origin or "").is_relative_to(MEGATRON.directory):
         return None
     if MEGATRON.is_downloaded:
         return MEGATRON.directory
     raise MissingSourceError(MEGATRON)
+
+
+@contextmanager
+def importable_megatron() -> Iterator[None]:
+    """Let this process import the downloaded Megatron if none is installed.
+
+    Raises:
+        ScheduleError: there is neither.
+    """
+    directory = find_megatron(None, "")
+    sys.path[:0] = [] if directory is None else [str(directory)]
+    try:
+        yield
+    finally:
+        if directory is not None:
+            sys.path.remove(str(directory))

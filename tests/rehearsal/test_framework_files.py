@@ -324,7 +324,7 @@ def test_a_command_of_ms_swift_becomes_flags(
     [
         ("--freeze_llm true", "--freeze_llm true trains no language model"),
         ("--task_type embedding", "--task_type embedding trains no language model"),
-        ("--config absent.yaml", "gets its arguments from absent.yaml, which cannot be read"),
+        ("--config absent.yaml", "absent.yaml is included and cannot be read"),
     ],
 )
 def test_commands_of_ms_swift_that_are_not_estimated(flags: str, message: str) -> None:

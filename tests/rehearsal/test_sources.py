@@ -6,6 +6,7 @@ import io
 import sys
 import zipfile
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import ranks, sources
 from megatron_vshape.rehearsal.command import Command
-from megatron_vshape.rehearsal.sources import MEGATRON, TE, PythonSource
+from megatron_vshape.rehearsal.sources import MEGATRON, TE, MissingSourceError, PythonSource
 
 GPT = Command("pretrain_gpt.py", ())
 LOCAL = Command("pretrain_gpt.py", ("--transformer-impl", "local"))
@@ -80,6 +81,44 @@ def test_a_wheel_with_the_pinned_hash_is_unpacked_once_and_found(
     for wheel in (tmp_path / "wheels").iterdir():
         wheel.unlink()
     assert sources.fetch(pinned) == target  # no second download
+
+
+def test_the_downloaded_megatron_can_be_imported_and_is_no_installed_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A framework's settings need Megatron's parser, which `pip install .[estimate]` lacks."""
+    with pytest.raises(MissingSourceError), sources.importable_megatron():
+        pass
+    core = MEGATRON.directory / MEGATRON.folder / "__init__.py"
+    core.parent.mkdir(parents=True)
+    core.write_text("")
+    path = list(sys.path)
+    with sources.importable_megatron():
+        assert sys.path == [str(MEGATRON.directory), *path]
+    assert sys.path == path
+    imported = ModuleSpec("megatron.core", None, origin=str(core))
+    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: imported)
+    assert sources.find_megatron(None, "x.py") == MEGATRON.directory
+    installed = ModuleSpec("megatron.core", None, origin="/usr/lib/megatron/core/__init__.py")
+    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: installed)
+    assert sources.find_megatron(None, "x.py") is None
+
+
+def test_a_command_whose_settings_need_megatron_downloads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fetched: list[PythonSource] = []
+
+    def read_command(words: list[str]) -> Command:
+        if not fetched:
+            raise MissingSourceError(MEGATRON)
+        return Command("pretrain_gpt.py", tuple(words))
+
+    monkeypatch.setattr(dry_run, "read_command", read_command)
+    monkeypatch.setattr(dry_run, "fetch", fetched.append)
+    options = argparse.Namespace(model=None, command=["--bf16"], fetch=True)
+    assert dry_run.command_with_model(options).flags == ("--bf16",)
+    assert fetched == [MEGATRON]
 
 
 def test_missing_sources_depend_on_the_command() -> None:
