@@ -250,15 +250,17 @@ def share_vocabulary(
     `additional` of its peak in the schedule. Several variants are tried: the fastest is returned,
     and of equally fast ones that with the smallest peak.
 
-    >>> from megatron_vshape import Costs, make, simulate
-    >>> from megatron_vshape.core.model.pieces import NOTHING, with_ends
+    >>> from megatron_vshape import make, simulate
+    >>> from megatron_vshape.core.model.pieces import NOTHING, Pieces
     >>> from megatron_vshape.core.model.stage_costs import StageCosts
-    >>> stages, nothing, head = Costs.uniform(4, 8), NOTHING, StageCosts.of(2, 2, 2)
-    >>> schedule, costs = make("v-half", 4, 12), shared_costs(stages, nothing, head, 4, 0.1)
-    >>> simulate(schedule, with_ends(stages, nothing, head)).makespan
+    >>> output_layer = StageCosts.of(2, 2, 2)
+    >>> pieces = Pieces(StageCosts.of(1, 1, 1), NOTHING, output_layer, send_us=0.0)
+    >>> schedule, layers = make("v-half", 4, 12), (1,) * 8
+    >>> simulate(schedule, pieces.costs(layers)).makespan
     146.0
+    >>> costs = shared_pieces(pieces, 4, all_reduce_us=0.1).costs(layers)
     >>> round(simulate(share_vocabulary(schedule, costs), costs).makespan, 1)
-    95.2
+    93.8
 
     Args:
         schedule: a complete schedule without vocabulary parallelism.
