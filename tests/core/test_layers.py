@@ -1,17 +1,20 @@
 """Layers per stage: balanced by costs or specified by the user, and the resulting costs."""
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_vshape.core.check.bounds import min_memory
 from megatron_vshape.core.model.costs import with_copies
 from megatron_vshape.core.model.kinds import COPY_OUT, Kind, ScheduleError
 from megatron_vshape.core.model.layers import Widths, even_layers, parse_layers
 from megatron_vshape.core.model.pieces import Pieces, regroup
 from megatron_vshape.core.model.placement import Placement, linear, looping, v_shape
 from megatron_vshape.core.model.stage_costs import StageCosts
+from megatron_vshape.core.planner.lighter import fitting_layers
 
 LAYER = StageCosts.of(10.0, 11.0, 9.0, 400.0, 100.0)
 EMBEDDING = StageCosts.of(1.0, 0.5, 0.5, 50.0, 0.0)
@@ -59,6 +62,32 @@ def test_balanced_split_minimizes_the_busiest_device(
     best = min(max_busy_us(pieces, layers, placement) for layers in splits)
     # An outer stage without layers counts as LEAST layers.
     assert max_busy_us(pieces, balanced, placement) <= best + 0.01 * LAYER.total_us
+
+
+@given(
+    st.sampled_from([linear(3), looping(2, 2), v_shape(2), v_shape(3)]),
+    st.lists(st.integers(1, 4), min_size=6, max_size=6),
+    st.floats(0, 4),
+    st.floats(0, 4),
+    st.floats(0.3, 1.5),
+)
+def test_no_move_brings_a_split_closer_to_the_limit(
+    placement: Placement, counts: list[int], embedding: float, head: float, limit_share: float
+) -> None:
+    pieces = Pieces(LAYER, EMBEDDING.times(embedding), HEAD.times(head), 0.0)
+    layers, num_devices = tuple(counts[: len(placement)]), max(placement) + 1
+
+    def largest_need(split: Sequence[int]) -> float:
+        return max(min_memory(pieces.costs(split), placement, num_devices))
+
+    limit = limit_share * largest_need(layers)
+    fitting = fitting_layers(pieces, layers, placement, limit)
+    assert sum(fitting) == sum(layers)
+    for source, target in itertools.permutations(range(len(placement)), 2):
+        moved = [n - (s == source) + (s == target) for s, n in enumerate(fitting)]
+        if placement[source] != placement[target] and all(moved[1:-1]) and min(moved) >= 0:
+            assert max(limit, largest_need(moved)) >= largest_need(fitting)
+    assert fitting == layers or limit_share < 1
 
 
 def test_too_few_layers_to_balance() -> None:

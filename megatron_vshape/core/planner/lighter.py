@@ -1,6 +1,6 @@
 """Layer splits by memory: until a microbatch fits, or until the peak is smallest."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from megatron_vshape.core.check.bounds import limits_by_device, min_memory
@@ -43,22 +43,33 @@ def fitting_layers(
     num_devices = max(placement) + 1
     limits = limits_by_device(limit, num_devices)
 
-    def beyond(layers: tuple[int, ...]) -> float:
+    def excess(layers: tuple[int, ...]) -> list[float]:
         needs = min_memory(pieces.costs(layers), placement, num_devices)
-        return max(0.0, *(peak - limit for peak, limit in zip(needs, limits, strict=True)))
+        return [max(0.0, peak - limit) for peak, limit in zip(needs, limits, strict=True)]
 
-    return _improve_layers(layers, placement, beyond)
+    def heaviest_stages(layers: tuple[int, ...]) -> Collection[int]:
+        excesses = excess(layers)
+        return [s for s in range(len(layers)) if excesses[placement[s]] == max(excesses)]
+
+    # If layers differ, any move changes the layers of all stages in between.
+    sources = None if pieces.shares else heaviest_stages
+    return _improve_layers(layers, placement, lambda layers: max(excess(layers)), sources)
 
 
 def _improve_layers(
     layers: tuple[int, ...],
     placement: Placement,
     measure: Callable[[tuple[int, ...]], Any],
+    sources: Callable[[tuple[int, ...]], Collection[int]] | None = None,
 ) -> tuple[int, ...]:
-    """Return a layer split that no single-layer move improves."""
+    """Return a layer split that no single-layer move improves.
+
+    `sources` returns the stages whose layers may move; by default all.
+    """
     best = measure(layers)
     while best:
-        candidates = [(measure(moved), moved) for moved in _moved_layers(layers, placement)]
+        stages = range(len(layers)) if sources is None else sources(layers)
+        candidates = [(measure(moved), moved) for moved in _moved_layers(layers, placement, stages)]
         value, moved = min(candidates, default=(best, layers))
         if not value < best:
             break
@@ -66,11 +77,16 @@ def _improve_layers(
     return layers
 
 
-def _moved_layers(layers: tuple[int, ...], placement: Placement) -> Iterator[tuple[int, ...]]:
-    """Yield the splits with one layer on another device; inner stages keep at least one."""
+def _moved_layers(
+    layers: tuple[int, ...], placement: Placement, sources: Collection[int]
+) -> Iterator[tuple[int, ...]]:
+    """Yield the splits with one layer of `sources` on another device.
+
+    Inner stages keep at least one.
+    """
     ends = (0, len(layers) - 1)
-    for source, count in enumerate(layers):
-        if count <= (source not in ends):
+    for source in sources:
+        if layers[source] <= (source not in ends):
             continue
         for target in range(len(layers)):
             if placement[target] != placement[source]:
