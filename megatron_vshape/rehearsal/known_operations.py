@@ -170,7 +170,8 @@ def operation_of(
     outs = (out,) if container is None else out
     results: list[_StoredResult | None] = []
     for result in outs:
-        stored = None if result is None else _result_of(result, func, args)
+        # Not of operations such as promote_types, which return a number.
+        stored = _result_of(result, func, args) if isinstance(result, Tensor) else None
         if result is not None and stored is None:
             return None
         results.append(stored)

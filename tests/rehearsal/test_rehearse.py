@@ -14,6 +14,7 @@ from rehearsal.reports import pass_of, report_of
 from rehearsal.warm import PassRecord, Warm, alone
 
 from megatron_vshape import Costs, load_schedule, make, peak_held, simulate, verify
+from megatron_vshape.core.model.kinds import HEAD_WEIGHT, LOGITS, LOOKUP, LOOKUP_WEIGHT
 from megatron_vshape.core.program.lowering import fuse
 from megatron_vshape.rehearsal.command import sizes_of
 from megatron_vshape.rehearsal.command_reader import read_command
@@ -122,6 +123,29 @@ def test_a_v_schedule_is_compared_with_megatrons_schedule(
     assert saved.read_text().count("GiB") == 2  # a panel per rank
     for rank in (first, last):
         assert all(max(sizes[who] for _, _, sizes in rank["curve"]) > 0 for who in "FB")
+
+
+def test_vocabulary_parallelism_shards_the_logits(warm: Warm, tmp_path: Path) -> None:
+    flags = [*TINY, "--pipeline-schedule", "v-half", "--pipeline-vocab-parallel"]
+    _, report = rehearse(warm, tmp_path, flags, "--alone")
+    for rank in report["ranks"]:
+        kinds = {passes["kind"] for passes in rank["kinds"]}
+        assert kinds >= {str(LOGITS), str(HEAD_WEIGHT), str(LOOKUP), str(LOOKUP_WEIGHT)}
+        # In bf16, of half the vocabulary, for one or two microbatches.
+        assert rank["parts"]["logits"] / (2 * TOKENS * VOCABULARY // 2 * 2) in (1, 2)
+
+
+def test_slices_of_a_sequence_have_smaller_passes(
+    v_half: tuple[str, dict[str, Any], Path], warm: Warm, tmp_path: Path
+) -> None:
+    flags = [*TINY, "--pipeline-schedule", "v-half", "--pipeline-slices", "2"]
+    _, report = rehearse(warm, tmp_path, flags, "--alone")
+    whole, sliced = (
+        next(passes["adds_bytes"] for passes in ranks[1]["kinds"] if passes["kind"] == "F")
+        for ranks in (v_half[1]["ranks"], report["ranks"])
+    )
+    # The pass with the least traffic is that of the first slice, which attends to itself only.
+    assert 0.4 * whole < sliced < 0.5 * whole
 
 
 @pytest.mark.usefixtures("te_python")
