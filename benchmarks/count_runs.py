@@ -147,7 +147,7 @@ def summary_of(report: RankReport) -> Row:
             attention[name] = attention.get(name, 0.0) + flops
         exchanges += [exchange for exchange in work["exchanges"] if not is_once(exchange["group"])]
         products += work["products"]
-    sums["optimizer_bytes"] = rank_work["optimizer_bytes"]
+    sums |= {name: rank_work[name] for name in ("optimizer_bytes", "once_bytes")}
     lists = {"exchanges": _added(exchanges), "products": products}
     return sums | {"attention_flops": attention} | lists
 

@@ -20,14 +20,13 @@ import yaml
 from megatron_vshape.rehearsal import accuracy
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.step_time import Rates, Scale, step_time
-from megatron_vshape.rehearsal.work import Work
+from megatron_vshape.rehearsal.work import SUMS, Work
 
 EVIDENCE = Path(__file__).resolve().parent / "evidence"
 COUNTED, RUNS = EVIDENCE / "counted.json", EVIDENCE / "runs.csv"
 NUMBERS = "gpus tp pp vpp cp ep micro_batch global_batch sequence".split()
 COLUMNS = ["set", "model", "system", "gpu", "release", "precision", *NUMBERS, "step_s", "settings"]
 SIZES = "tp pp cp ep micro_batch sequence precision".split()
-_SUMS = "bytes_moved optimizer_bytes kernels captured captured_gemms".split()
 LAYERS = (1, 2)
 """Of a rank, in the two rehearsals."""
 
@@ -172,7 +171,7 @@ def work_of(row: Row, stage: int) -> Work:
 
 def _plain(work: Mapping[str, Any]) -> dict[Any, float]:
     """Return every count by a name."""
-    amounts: dict[Any, float] = {name: work.get(name, 0) for name in _SUMS}
+    amounts: dict[Any, float] = {name: work.get(name, 0) for name in SUMS}
     amounts |= {("attention", name): flops for name, flops in work["attention_flops"].items()}
     amounts |= {("product", *shape[:5]): shape[5] for shape in work["products"]}
     for exchange in work["exchanges"]:

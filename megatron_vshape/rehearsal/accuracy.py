@@ -54,10 +54,13 @@ def errors_of(name: str) -> Errors:
 def threshold(case: str) -> float:
     """Return the fraction of the step time below which a gain is not significant.
 
-    It is the median error of the ratio of two configurations, or of the runs of the case if that
-    is larger.
+    It is the largest of the median errors of the ratio of two configurations, of the runs of the
+    case and, with few pairs, of all runs.
     """
-    return max(PAIRS.median_percent, errors_of(case).median_percent) / 100
+    percents = [PAIRS.median_percent, errors_of(case).median_percent]
+    if PAIRS.pairs < ENOUGH:
+        percents.append(LEFT_OUT["all"].median_percent)
+    return max(percents) / 100
 
 
 def sentences(case: str, gpu: Gpu, gpus: int) -> list[str]:

@@ -223,7 +223,7 @@ class _HybridBuffer:
             table = torch.empty(tokens * Routing.topk * local, dtype=torch.int32, device="cuda")
             handle = (tokens, rows, local, table)
         tokens, rows, local, _ = handle
-        exchanges.count_dispatch(self._group, tokens, hidden, Routing.topk)
+        exchanges.count_dispatch(self._group, tokens, hidden, Routing.topk, is_permuted=True)
         moved = torch.empty(rows, hidden.shape[1], dtype=hidden.dtype, device="cuda")
         scores = None if probs is None else torch.empty(rows, dtype=torch.float32, device="cuda")
         return moved, scores, None, Routing.counts(rows, local), handle
@@ -233,7 +233,7 @@ class _HybridBuffer:
     ) -> tuple[Any, ...]:
         """Return every token once."""
         tokens = handle[0]
-        exchanges.count_dispatch(self._group, tokens, hidden, Routing.topk)
+        exchanges.count_dispatch(self._group, tokens, hidden, Routing.topk, is_permuted=True)
         out = torch.empty(tokens, hidden.shape[1], dtype=hidden.dtype, device="cuda")
         if probs is None:
             return out, None

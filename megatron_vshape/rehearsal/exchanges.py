@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_vshape.rehearsal.device import Current
 from megatron_vshape.rehearsal.ledger import tensors_in
-from megatron_vshape.rehearsal.step_time import DISPATCH
+from megatron_vshape.rehearsal.step_time import DISPATCH, PERMUTED
 
 _LARGER_SIDE: dict[str, tuple[int, str]] = {
     "all_reduce": (0, "tensor"),
@@ -121,9 +121,12 @@ def count_collective(name: str, group: Any, size: float) -> None:
         entry[1] += size
 
 
-def count_dispatch(group: Any, tokens: int, like: Tensor, copies: int) -> None:
+def count_dispatch(
+    group: Any, tokens: int, like: Tensor, copies: int, is_permuted: bool = False
+) -> None:
     """Count a dispatch or combine of DeepEP or HybridEP; a token is counted once."""
-    count_collective(f"{DISPATCH}{copies}", group, tokens * like.shape[1] * like.element_size())
+    kind = f"{DISPATCH}{copies}{PERMUTED * is_permuted}"
+    count_collective(kind, group, tokens * like.shape[1] * like.element_size())
 
 
 @functools.cache

@@ -27,7 +27,7 @@ class Rates:
       Matmul FLOPS"); `memory`: half of the peak, because the counts are of unfused kernels.
     * `wire`: NVLink in NCCL's all-gather, 350 of 450 GB/s on H100 (nccl-tests).
     * `network`: 43 to 47 of 50 GB/s per NIC between nodes (DeepEP's README).
-    * `dispatch`: HybridEP and all-to-all in a node also permute and reduce the tokens.
+    * `dispatch`: all-to-alls in a node reach less of NVLink than rings.
     * `module_us`: a forward of four GEMMs needs 2.6 ms of the host (70B, TP 8, on an H200:
       benchmarks/evidence.md).
     """
@@ -74,6 +74,9 @@ as 9.4) the rate of products is 0.55 because the largest measured one is 0.58 of
 DISPATCH = "token dispatch, top "
 """Kind of a DeepEP or HybridEP dispatch, followed by the experts per token. Its bytes count each
 token once; the number of copies depends on the GPUs of a node."""
+
+PERMUTED = ", permuted"
+"""End of the kind if the dispatch also sorts the tokens by expert, as HybridEP does."""
 
 _FREE = ("isend", "irecv", "send", "recv", "broadcast")
 _TILE = 128
@@ -138,8 +141,8 @@ def step_time(work: Work, gpu: Gpu, scale: Scale, rates: Rates | None = None) ->
 
 
 def optimizer_s(work: Work, gpu: Gpu, rates: Rates) -> float:
-    """Estimate the seconds of the optimizer, which is bound by memory."""
-    return work.optimizer_bytes / gpu.memory_rate / rates.memory
+    """Estimate the seconds of the optimizer, and of other memory traffic once per step."""
+    return (work.optimizer_bytes + work.once_bytes) / gpu.memory_rate / rates.memory
 
 
 def data_parallel_s(work: Work, gpu: Gpu, rates: Rates) -> float:
@@ -292,6 +295,11 @@ def _collective_s(key: ExchangeKey, traffic: Sequence[float], gpu: Gpu, rates: R
     near = rates.dispatch if kind.startswith((DISPATCH, "all_to_all")) else rates.wire
     # Both kinds of links transfer at the same time.
     seconds = max(linked.near / gpu.near_rate / near, linked.far / gpu.far_rate / rates.network)
+    if kind.endswith(PERMUTED):
+        # Read every received token and write it once per expert, or the reverse.
+        copies = _copies_of(kind)
+        tokens = size * (ranks * _hit_probability(ranks, copies) + copies)
+        seconds += tokens / gpu.memory_rate / rates.memory
     return seconds + number * rates.exchange_us * 1e-6
 
 
@@ -318,7 +326,7 @@ def link_bytes_of(kind: str, ranks: int, span: int, size: float, node: int) -> L
       ranks in a node, so each rank sends its share of the bytes to the next node.
 
     Args:
-        kind: name of the collective, or `DISPATCH` and a number.
+        kind: name of the collective, or `DISPATCH`, a number, and possibly `PERMUTED`.
         ranks: ranks of the group.
         span: distance from the first to the last rank, plus one.
         size: bytes of the larger side.
@@ -327,7 +335,7 @@ def link_bytes_of(kind: str, ranks: int, span: int, size: float, node: int) -> L
     within = ranks_per_node(ranks, span, node)
     nodes = math.ceil(ranks / within)
     if kind.startswith(DISPATCH):
-        copies = int(kind.removeprefix(DISPATCH))
+        copies = _copies_of(kind)
         near = size * (ranks - 1) * _hit_probability(ranks, copies)
         return LinkBytes(
             near if within > 1 else 0.0, size * (nodes - 1) * _hit_probability(nodes, copies)
@@ -336,6 +344,11 @@ def link_bytes_of(kind: str, ranks: int, span: int, size: float, node: int) -> L
         return LinkBytes(size * (within - 1) / ranks, size * (ranks - within) / ranks)
     around = size * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
     return LinkBytes(around if within > 1 else 0.0, around / within if nodes > 1 else 0.0)
+
+
+def _copies_of(kind: str) -> int:
+    """Return the experts per token of a dispatch."""
+    return int(kind.removeprefix(DISPATCH).removesuffix(PERMUTED))
 
 
 def _hit_probability(places: int, copies: int) -> float:

@@ -34,7 +34,7 @@ from megatron_vshape.rehearsal.rank_report import (
 )
 from megatron_vshape.rehearsal.step_time import Scale, step_time
 from megatron_vshape.rehearsal.traced_steps import BuiltModel, TracedSteps
-from megatron_vshape.rehearsal.work import ExchangeKey, repeated
+from megatron_vshape.rehearsal.work import ExchangeKey, Work, repeated
 
 _CURVE_POINTS = 4000
 
@@ -79,7 +79,9 @@ def report_of_trace(
     keys = repeated((record.phase.microbatch, record.did) for record in passes)
     # The last microbatch of each chunk, because the first one also casts weights.
     last = [record.did for record in passes if record.phase.microbatch == steps.traced - 1]
-    work = ledger.work.plus(steps.repeated_work, steps.microbatches - steps.traced)
+    kinds = _pass_reports(passes, keys, job.gpu, launches, model.pool)
+    work = _with_once_bytes(ledger.work, kinds)
+    work = work.plus(steps.repeated_work, steps.microbatches - steps.traced)
     work = work.repeating(keys, last, steps.microbatches)
     at_peak = ledger.held_at(ledger.peak_at)
     graphs = None if model.pool is None else model.pool.peaks()
@@ -103,7 +105,7 @@ def report_of_trace(
     step = StepReport(
         microbatches=many,
         traced_microbatches=steps.traced,
-        kinds=_pass_reports(passes, keys, job.gpu, launches, model.pool),
+        kinds=kinds,
         work=work,
         time=step_time(work, job.gpu, scale),
         scale=launches,
@@ -200,6 +202,14 @@ def _pass_reports(
             )
         )
     return reports
+
+
+def _with_once_bytes(work: Work, kinds: Sequence[PassReport]) -> Work:
+    """Separate the memory traffic that is not in every pass: it does not repeat per microbatch."""
+    repeated_bytes = sum(report.number * report.work.bytes_moved for report in kinds)
+    if not repeated_bytes:
+        return work
+    return replace(work, bytes_moved=repeated_bytes, once_bytes=work.bytes_moved - repeated_bytes)
 
 
 def _layers(chunk: Any) -> int:

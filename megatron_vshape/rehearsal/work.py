@@ -11,6 +11,10 @@ ExchangeKey = tuple[str, str, int, int]
 """Kind, group, number of ranks and their span."""
 
 
+SUMS = "bytes_moved", "optimizer_bytes", "once_bytes", "kernels", "captured", "captured_gemms"
+"""Fields that are numbers."""
+
+
 @dataclass(slots=True)
 class Work:
     """Counts of the kernel work of one step."""
@@ -20,6 +24,7 @@ class Work:
     attention_flops: dict[str, float] = field(default_factory=dict)  # by number format
     bytes_moved: float = 0.0
     optimizer_bytes: float = 0.0
+    once_bytes: float = 0.0  # other traffic once per step: weights cast, gradients scaled
     kernels: int = 0
     captured: int = 0  # of these, kernels that CUDA graphs of layers replay
     captured_gemms: int = 0  # and GEMMs
@@ -48,6 +53,7 @@ class Work:
             {name: flops for name, flops in attention.items() if flops},
             self.bytes_moved - earlier.bytes_moved,
             self.optimizer_bytes - earlier.optimizer_bytes,
+            self.once_bytes - earlier.once_bytes,
             self.kernels - earlier.kernels,
             self.captured - earlier.captured,
             self.captured_gemms - earlier.captured_gemms,
@@ -66,6 +72,7 @@ class Work:
             total.exchanges[exchange] = [a + times * b for a, b in zip(counts, added, strict=True)]
         total.bytes_moved += times * addend.bytes_moved
         total.optimizer_bytes += times * addend.optimizer_bytes
+        total.once_bytes += times * addend.once_bytes
         total.kernels += times * addend.kernels
         total.captured += times * addend.captured
         total.captured_gemms += times * addend.captured_gemms
@@ -83,7 +90,12 @@ class Work:
             for work in (self, reference)
         ]
         sums = [
-            (work.bytes_moved, work.optimizer_bytes, *map(work.attention_flops.get, counts[0][-1]))
+            (
+                work.bytes_moved,
+                work.optimizer_bytes,
+                work.once_bytes,
+                *map(work.attention_flops.get, counts[0][-1]),
+            )
             for work in (self, reference)
         ]
         return counts[0] == counts[1] and all(map(math.isclose, *sums))
@@ -128,8 +140,7 @@ class Work:
         for collective in plain["exchanges"]:
             key = collective["kind"], collective["group"], collective["ranks"], collective["span"]
             exchanges[key] = [collective["number"], collective["bytes"]]
-        names = "bytes_moved", "optimizer_bytes", "kernels", "captured", "captured_gemms"
-        sums = {name: plain.get(name, 0) for name in names}
+        sums = {name: plain.get(name, 0) for name in SUMS}
         attention = dict(plain["attention_flops"])
         return cls(products, attention, exchanges=exchanges, **sums)
 

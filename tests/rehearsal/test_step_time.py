@@ -9,6 +9,7 @@ from megatron_vshape.rehearsal.fitted import LEFT_OUT, PAIRS
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.step_time import (
     DISPATCH,
+    PERMUTED,
     LinkBytes,
     Rates,
     Scale,
@@ -54,6 +55,16 @@ def test_deepep_sends_a_token_once_to_every_node() -> None:
     assert linked.near == pytest.approx(31 * (1 - (31 / 32) ** 8))
     plain = link_bytes_of("all_to_all_single", 32, 32, 8.0, node=8)
     assert plain.far == 6.0 > 2 * linked.far
+
+
+def test_hybridep_sorts_the_received_tokens_by_expert() -> None:
+    kind, ranks, copies = f"{DISPATCH}8", 8, 8
+    plain, permuted = (
+        seconds(name, EXPERTS, ranks, ranks, GB)["exchanges"] for name in (kind, kind + PERMUTED)
+    )
+    received = ranks * (1 - (1 - 1 / ranks) ** copies)  # copies of a token for different ranks
+    traffic_s = GB * (received + copies) / H100.memory_rate / RATES.memory
+    assert permuted == pytest.approx(plain + traffic_s)
 
 
 def test_ranks_of_a_node_share_a_ring_between_nodes() -> None:
@@ -146,7 +157,8 @@ def test_the_error_is_the_one_of_the_case() -> None:
         assert f"({LEFT_OUT[name].runs} runs)" in text
     assert "guess" not in text
     assert "MI355X are a guess" in accuracy.sentences(accuracy.DENSE, GPUS["mi355x"], 8)[1]
-    assert accuracy.threshold(accuracy.DENSE) >= PAIRS.median_percent / 100
+    assert PAIRS.pairs < accuracy.ENOUGH  # so the error of all runs is the least
+    assert accuracy.threshold(accuracy.DENSE) >= LEFT_OUT["all"].median_percent / 100
 
 
 def test_exposed_all_to_alls_between_nodes_are_an_upper_bound() -> None:
@@ -169,7 +181,7 @@ def test_the_error_of_few_runs_is_widened() -> None:
 
 def test_left_out_errors_reach_their_targets() -> None:
     targets = {
-        "with a pipeline": (5.5, 15),
+        "with a pipeline": (6, 16),
         accuracy.WITHIN: (8, 20),
         accuracy.BETWEEN: (15, 30),
     }
