@@ -190,27 +190,39 @@ _PROVIDED = ("apex", "deep_ep", "fla", "mamba_ssm", "megatron", "transformer_eng
 def _missing_package(script: Path) -> str | None:
     """Return the first package that a script imports and a dry run does not have.
 
-    Imports within other statements may be optional, and a script that changes `sys.path` may find
-    its packages there.
+    The imports of modules in the script's folder count too.
     """
-    source = script.read_text(errors="replace")
+    modules = _imports(script)
+    for module in tuple(modules):
+        file = script.parent / module.replace(".", "/")
+        files = (file.with_suffix(".py"), file / "__init__.py")
+        if module.partition(".")[0] not in _PROVIDED:
+            modules += (name for path in files if path.is_file() for name in _imports(path))
+    for package in dict.fromkeys(module.partition(".")[0] for module in modules):
+        is_local = PathFinder.find_spec(package, [str(script.parent)]) is not None
+        if not (package in _PROVIDED or is_local or importlib.util.find_spec(package)):
+            return package
+    return None
+
+
+def _imports(file: Path) -> list[str]:
+    """List the modules that a file imports.
+
+    Imports within other statements may be optional, and a file that changes `sys.path` may find
+    its modules there.
+    """
+    source = file.read_text(errors="replace")
     try:
-        statements = ast.parse(source).body
+        statements = [] if "sys.path" in source else ast.parse(source).body
     except SyntaxError:  # reported by the dry run
-        return None
-    if "sys.path" in source:
-        return None
+        return []
     modules: list[str] = []
     for statement in statements:
         if isinstance(statement, ast.Import):
             modules += [alias.name for alias in statement.names]
         elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
             modules.append(statement.module)
-    for package in dict.fromkeys(module.partition(".")[0] for module in modules):
-        is_local = PathFinder.find_spec(package, [str(script.parent)]) is not None
-        if not (package in _PROVIDED or is_local or importlib.util.find_spec(package)):
-            return package
-    return None
+    return modules
 
 
 def find_megatron(directory: Path | None, script: str) -> Path | None:

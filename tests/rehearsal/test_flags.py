@@ -130,6 +130,7 @@ def test_a_pattern_in_a_file_makes_a_hybrid_model(tmp_path: Path) -> None:
         ("import sys\nsys.path.append('../patch')\nimport megatron_patch\n", ""),
         ("import megatron_patch.data\nimport another_patch\n", "megatron_patch"),
         ("import torch\nfrom megatron_patch.data import batches\n", "megatron_patch"),
+        ("from parts.loop import train\n", "megatron_patch"),
         ("print(\n", ""),  # not Python: the dry run names the line
     ],
 )
@@ -140,6 +141,7 @@ def test_a_script_that_imports_a_missing_package_is_replaced(
     script = Path(written(tmp_path, "pretrain_gpt.py", source))
     (tmp_path / "parts").mkdir()
     written(tmp_path, "parts/__init__.py", "")
+    written(tmp_path, "parts/loop.py", "import megatron_patch\n")
     is_own = find_script(str(script), None) == script.resolve()
     assert is_own == (not missing)
     text = (
