@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -260,13 +261,12 @@ def _print_ignored(results: Sequence[RankReport | CheckedRank | FailedRank]) -> 
     """Print the flags that Megatron's parser does not have."""
     lists = [result.ignored_flags for result in results if not isinstance(result, FailedRank)]
     flags = dict.fromkeys(chain.from_iterable(lists))
+    saving = [flag for flag in flags if re.search("swap|offload|recompute|reuse|mem(ory)?-", flag)]
     if flags:
-        print(
-            report.wrap_text(
-                f"Ignored flags that this version of Megatron does not have: {', '.join(flags)}. "
-                "--strict rejects them."
-            )
-        )
+        note = f"Ignored flags that this version of Megatron does not have: {', '.join(flags)}. "
+        if saving:
+            note += f"Some may need less memory than estimated: {', '.join(saving)}. "
+        print(report.wrap_text(f"{note}--strict rejects them."))
 
 
 def _check_costs_are_known(command: Command) -> None:
