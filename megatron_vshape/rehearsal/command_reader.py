@@ -28,6 +28,7 @@ from megatron_vshape.rehearsal.framework_files import (
     config_of_file,
     config_of_swift,
 )
+from megatron_vshape.rehearsal.mindspeed_scripts import with_translated_flags
 from megatron_vshape.rehearsal.saved_config import (
     config_of_verl,
     flags_of_config,
@@ -55,6 +56,8 @@ _OTHER_MODELS = {
     "vl": _WITH_ENCODER,
     "omni": _WITH_ENCODER,
     "rl": "RL",
+    "deepseek4": "DeepSeek-V4",
+    "longcat": "LongCat",
 }
 """Models that are not rehearsed, by a part of the script's name."""
 _FLAGS_OF_OTHER_MODELS = {
@@ -64,6 +67,8 @@ _FLAGS_OF_OTHER_MODELS = {
         "--img-h",
         "--disable-vision-class-token",
     ),
+    "DeepSeek-V4": ("--kv-compress",),  # of MindSpeed-LLM
+    "LongCat": ("--num-zero-experts",),
 }
 
 
@@ -103,15 +108,27 @@ def read_command(words: Sequence[str]) -> Command:
     else:
         command = replace(command, flags=tuple(words))
     _reject_other_models(command)
-    command = _with_present_names(_without_unknown(command))
+    command = _with_present_names(with_translated_flags(_without_unknown(command)))
     command = _with_slime_settings(command)
     if not scripts and command.pattern and command.script == "pretrain_gpt.py":
         return replace(command, script="pretrain_hybrid.py")
     return command
 
 
-_POSITIONS = ("learned_absolute", "rope", "yarn", "mrope", "relative", "none")
-"""Position embeddings of Megatron-Core."""
+_VALUES = {
+    "position_embedding_type": ("none", "learned_absolute", "rope", "yarn", "mrope", "relative"),
+    "moe_token_dispatcher_type": ("alltoall", "allgather", "flex"),
+    "moe_router_load_balancing_type": (
+        "aux_loss",
+        "seq_aux_loss",
+        "global_aux_loss",
+        "sinkhorn",
+        "quantile_balancing",
+        "none",
+    ),
+}
+"""Values of options to which forks and old releases add others; these are estimated as the first.
+"""
 
 
 _ATTENTION_VARIABLES = "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"
@@ -127,10 +144,12 @@ _BACKENDS = {
 def _with_present_names(command: Command) -> Command:
     """Replace settings of forks and of old releases of Megatron by those with the same memory."""
     notes = [*command.notes]
-    name = command.value("--position-embedding-type", "none")
-    if name not in _POSITIONS:
-        notes.append(f"Megatron-Core has no {name} position embedding: estimated without one.")
-        command = command.having(position_embedding_type="none")
+    for option, (substitute, *values) in _VALUES.items():
+        flag = "--" + option.replace("_", "-")
+        value = command.value(flag, substitute)
+        if value not in (substitute, *values):
+            notes.append(f"Megatron-Core has no {flag} {value}: estimated as {substitute}.")
+            command = command.having(**{option: substitute})
     if command.has("--checkpoint-activations"):
         notes.append("--checkpoint-activations is estimated as full recomputation of every layer.")
         command = command.having(

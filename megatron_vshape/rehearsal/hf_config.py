@@ -230,7 +230,7 @@ def _expert_options(config: Mapping[str, Any]) -> dict[str, Any]:
     layers, step = range(config["num_hidden_layers"]), config.get("decoder_sparse_step") or 1
     dense = {*range(config.get("first_k_dense_replace") or 0), *config.get("mlp_only_layers", ())}
     dense |= {layer for layer in layers if (layer + 1) % step}
-    freq = _pattern(layer not in dense for layer in layers) if dense else None
+    freq = layer_pattern(layer not in dense for layer in layers) if dense else None
     return options | {"moe_layer_freq": freq}
 
 
@@ -239,11 +239,11 @@ def _linear_attention_options(config: Mapping[str, Any]) -> dict[str, Any]:
     sizes = _SIZES_OF_LINEAR_ATTENTION
     options = {option: config[name] for name, option in sizes.items() if config.get(name)}
     types = config.get("layer_types", ())
-    freq = _pattern(layer == "linear_attention" for layer in types) if types else 4
+    freq = layer_pattern(layer == "linear_attention" for layer in types) if types else 4
     return {"linear_attention_freq": freq} | options  # 4: the default of transformers
 
 
-def _pattern(layers: Iterable[bool]) -> str:
+def layer_pattern(layers: Iterable[bool]) -> str:
     """Return a list of 0 and 1 as in Megatron's options: ([0]*3+[1]*58)."""
     parts = [f"[{kind:d}]*{len([*run])}" for kind, run in groupby(layers)]
     return f"({'+'.join(parts)})"

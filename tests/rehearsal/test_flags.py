@@ -553,7 +553,7 @@ def test_position_embeddings_of_forks_are_estimated_without_one() -> None:
     command = read_command(["pretrain_gpt.py", "--position-embedding-type", "alibi"])
     assert command.value("--position-embedding-type") == "none"
     (note,) = command.notes
-    assert "no alibi position embedding" in note
+    assert "no --position-embedding-type alibi: estimated as none" in note
     command = read_command(["pretrain_gpt.py", "--position-embedding-type", "rope"])
     assert command.notes == ()
 

@@ -1,0 +1,109 @@
+"""Translate flags of MindSpeed-LLM, a fork of Megatron-LM for NPUs, to those of Megatron.
+
+Sources: core/transformer/transformer_block.py and features_manager in MindSpeed-LLM and MindSpeed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from megatron_vshape.rehearsal.command import Command, words_by_flag
+from megatron_vshape.rehearsal.hf_config import layer_pattern
+from megatron_vshape.rehearsal.rank_job import LoraConfig
+
+_FUSED = "--use-fused-rmsnorm", "--use-fused-swiglu", "--use-fused-rotary-pos-emb"
+_TRANSLATED = frozenset(
+    """
+    --first-k-dense-replace --noop-layers --num-layer-list --n-shared-experts --shared-expert-gate
+    --full-attention-interval --moe-intermediate-size --context-parallel-algo
+    --ulysses-degree-in-cp --moe-tp-extend-ep --lora-r --lora-alpha --lora-target-modules
+    """.split()
+)
+_CONTEXT = {
+    "ulysses_cp_algo": "a2a",
+    "kvallgather_cp_algo": "all_gather",
+    "hybrid_cp_algo": "a2a+p2p",
+}
+"""Communication of context parallelism; Megatron's default is that of megatron_cp_algo."""
+
+
+def with_translated_flags(command: Command) -> Command:
+    """Replace flags by Megatron's with the same memory, and the NPU's kernels by fused ones."""
+    sources = [flag for flag in _TRANSLATED if command.has(flag)]
+    is_fork = (command.value("--spec") or "").startswith("mindspeed_llm.")
+    is_fork = is_fork or any(map(command.has, _FUSED))
+    if not sources and not is_fork:
+        return command
+    changes = _layer_changes(command) | _expert_changes(command)
+    algorithm = command.value("--context-parallel-algo", "")
+    context = command.number("--context-parallel-size", 1)
+    if algorithm in _CONTEXT and context > 1:
+        changes["cp_comm_type"] = _CONTEXT[algorithm]
+        if inner := command.number("--ulysses-degree-in-cp", 0):
+            changes["hierarchical_context_parallel_sizes"] = [inner, context // inner]
+    if interval := command.number("--full-attention-interval", 0):
+        changes["linear_attention_freq"] = interval
+        changes["experimental_attention_variant"] = "gated_delta_net"
+    if is_fork:
+        changes |= {"transformer_impl": None, "spec": None}
+    lora, words = command.lora, words_by_flag(command.flags)
+    if command.has("--lora-r"):
+        targets = tuple(words.get("--lora-target-modules", ()))
+        lora = LoraConfig(command.number("--lora-r", 8), targets, per_expert=True)
+    note = "Flags and layers of MindSpeed-LLM are estimated as those of Megatron"
+    note += f": {', '.join(sorted(sources))}." if sources else "."
+    command = replace(command, lora=lora, notes=(*command.notes, note))
+    return command.without(_TRANSLATED.__contains__).having(**changes)
+
+
+def _expert_changes(command: Command) -> dict[str, object]:
+    """Translate the sizes of experts, and experts that are distributed over tensor ranks, too."""
+    changes: dict[str, object] = {}
+    width = command.number("--moe-ffn-hidden-size", command.number("--moe-intermediate-size", 0))
+    if width:
+        changes["moe_ffn_hidden_size"] = width
+    shared = command.number("--n-shared-experts", 0)
+    if shared and not command.has("--moe-shared-expert-intermediate-size"):
+        width = width or command.number("--ffn-hidden-size", 0)
+        changes["moe_shared_expert_intermediate_size"] = shared * width
+    if command.has("--shared-expert-gate"):
+        changes["moe_shared_expert_gate"] = True
+    if command.has("--moe-tp-extend-ep"):
+        ranks = command.number("--tensor-model-parallel-size", 1)
+        ranks *= command.number("--expert-model-parallel-size", 1)
+        changes |= {"expert_model_parallel_size": ranks, "expert_tensor_parallel_size": 1}
+    return changes
+
+
+def _layer_changes(command: Command) -> dict[str, object]:
+    """Translate dense layers, layers without operations, and the number of layers per stage."""
+    num_layers = command.number("--num-layers", 0)
+    noops, counts = (
+        [int(number) for number in re.findall(r"\d+", command.value(flag) or "")]
+        for flag in ("--noop-layers", "--num-layer-list")
+    )
+    layers = [layer for layer in range(num_layers) if layer not in noops]
+    changes: dict[str, object] = {}
+    if (num_dense := command.number("--first-k-dense-replace", 0)) > 0:
+        step = command.number("--moe-layer-freq", 1) or 1
+        changes["moe_layer_freq"] = layer_pattern(
+            layer >= num_dense and layer % step == 0 for layer in layers
+        )
+    if not noops and not counts:
+        return changes
+    if noops:
+        chunks = command.number("--pipeline-model-parallel-size", 1)
+        if per_chunk := command.number("--num-layers-per-virtual-pipeline-stage", 0):
+            chunks = num_layers // per_chunk or 1
+        counts = [num_layers // chunks] * chunks
+    ends = [sum(counts[: chunk + 1]) for chunk in range(len(counts))]
+    stages = [
+        "t" * sum(end - count <= layer < end for layer in layers)
+        for end, count in zip(ends, counts, strict=True)
+    ]
+    if len(stages) > 1 and ends[-1] == num_layers:
+        predicting = "m" * command.number("--mtp-num-layers", 0)
+        changes["pipeline_model_parallel_layout"] = f"E{'|'.join(stages)}{predicting}L"
+        changes["num_layers_per_virtual_pipeline_stage"] = None
+    return changes | {"num_layers": len(layers)}
