@@ -40,6 +40,12 @@ def check_model(command: Command) -> None:
     if unknown:
         name = f" of {command.model_name}" if command.model_name else ""
         others = [] if name else _missing_flags(command)
+        if len(unknown) == 2 and others == _REQUIRED and not any(map(command.has, _SIZES)):
+            raise ScheduleError(
+                f"{command.script} has none of Megatron's flags for a model, such as --num-layers: "
+                "a program that trains without Megatron is not supported. If it uses Megatron, "
+                "give the model with --model FILE, or add its flags after the command or file"
+            )
         raise ScheduleError(
             f"the command has no {', '.join([*unknown, *others])}, so the model{name} is unknown. "
             "Give the model with --model FILE, or add its flags after the command or file"
@@ -52,10 +58,14 @@ def check_required_flags(command: Command) -> None:
         raise ScheduleError(f"the command has no {', '.join(missing)}, which Megatron requires")
 
 
+_REQUIRED = [
+    *("--num-attention-heads", "--seq-length", "--max-position-embeddings", "--micro-batch-size"),
+]
+_SIZES = (BATCH, "--tensor-model-parallel-size", "--pipeline-model-parallel-size")
+
+
 def _missing_flags(command: Command) -> list[str]:
-    required = ["--num-attention-heads", "--seq-length"]
-    required += ["--max-position-embeddings", "--micro-batch-size"]
-    return [flag for flag in required if not command.has(flag)]
+    return [flag for flag in _REQUIRED if not command.has(flag)]
 
 
 def violations_of(command: Command, sizes: Sizes) -> list[Violation]:

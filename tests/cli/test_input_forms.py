@@ -103,5 +103,9 @@ def test_several_trainings_of_a_script_are_reported(tmp_path: Path) -> None:
 def test_all_missing_flags_are_in_one_message() -> None:
     with pytest.raises(ScheduleError, match=r"no --hidden-size, --num-att.*, --micro-batch-size, "):
         check_model(Command("pretrain_gpt.py", ("--num-layers", "4")))
+    with pytest.raises(
+        ScheduleError, match=r"train.py has none of Megatron's flags .* without Meg"
+    ):
+        check_model(Command("train.py", ("--model", "a", "--deepspeed", "b.json")))
     with pytest.raises(ScheduleError, match="no --num-attention-heads, --seq-length, "):
         check_required_flags(Command("pretrain_gpt.py", ("--num-layers", "4")))
