@@ -33,6 +33,8 @@ _MARKERS = {
     "Hugging Face (set --model to it)": {"architectures", "model_type"},
     "LLaMA-Factory or TRL": {"model_name_or_path"},
     "NeMo 1": {"trainer", "exp_manager"},
+    "ChatLearn": {"runtime_args"},
+    "AReaL": {"trial_name"},
 }
 """Keys of files that are recognized and not read; one of them is enough."""
 
@@ -106,7 +108,8 @@ def _config_of_mapping(
     if worker := next((name for name in _ROLL_WORKERS if name in content), None):
         return _config_of_roll(path, content, worker, extra_flags)
     if isinstance(content.get("model"), dict):
-        return _config_of_overrides(path, content, extra_flags)
+        checkpoint = (content.get("checkpoint") or {}).get("pretrained_checkpoint")
+        return _config_of_overrides(path, content, extra_flags, str(checkpoint or ""))
     return None
 
 
@@ -115,8 +118,10 @@ def _config_of_overrides(
 ) -> FrameworkConfig:
     """Read overrides of a recipe of Megatron-Bridge, which has the model."""
     for name in content["model"]:
-        if "vision" in name or name == "teacher":
+        if "vision" in name or name in ("teacher", "crossattn_emb_size"):
             raise ScheduleError(f"{path} sets model.{name}: only language models are estimated")
+    if model_name:
+        logger.warning("settings of the recipe that %s does not override are not included", path)
     return FrameworkConfig(
         flags_of_config(content, extra_flags), model_name, lora=lora_of_config(content.get("peft"))
     )

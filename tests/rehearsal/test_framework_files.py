@@ -12,6 +12,7 @@ from megatron_vshape.rehearsal.command import Command, launched_gpus
 from megatron_vshape.rehearsal.command_reader import read_command
 from megatron_vshape.rehearsal.rank_job import LoraConfig
 from megatron_vshape.rehearsal.start_rules import check_model
+from megatron_vshape.tuning.model_names import find_model
 
 pytest.importorskip("megatron.training.arguments")
 pytest.importorskip("yaml")
@@ -393,6 +394,18 @@ def test_overrides_of_a_recipe_need_the_model(tmp_path: Path) -> None:
     assert command.layers == 32
     with pytest.raises(ScheduleError, match="sets model.freeze_vision_model"):
         read_command([str(written(tmp_path, "v.yaml", "model: {freeze_vision_model: true}\n"))])
+    with pytest.raises(ScheduleError, match="only language models"):
+        read_command([str(written(tmp_path, "w.yaml", "model: {crossattn_emb_size: 64}\n"))])
+
+
+def test_a_checkpoint_of_a_recipe_names_the_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "checkpoint: {pretrained_checkpoint: /ckpt/Qwen3-8B-Base}\nmodel: {seq_length: 8192}\n"
+    command = read_command([str(written(tmp_path, "sft.yaml", text))])
+    assert find_model(command.model_name).stem == "qwen3_8b"
+    assert "recipe that" in caplog.text
+    assert "does not override are not included" in caplog.text
 
 
 NEOX = {"pipe-parallel-size": 4, "model-parallel-size": 2, "num-layers": 44, "hidden-size": 6144}
@@ -408,6 +421,8 @@ NEOX = {"pipe-parallel-size": 4, "model-parallel-size": 2, "num-layers": 44, "hi
         ({"architectures": ["LlamaForCausalLM"], "hidden_size": 4096}, "Hugging Face"),
         ({"model_name_or_path": "m", "stage": "sft"}, "LLaMA-Factory"),
         ({"trainer": {"devices": 8}, "model": {"num_layers": 12}}, "NeMo 1"),
+        ({"runtime_args": {"train_backend": "megatron"}, "models": {}}, "ChatLearn"),
+        ({"trial_name": "a", "actor": {"backend": "megatron:d4p1t1"}}, "AReaL"),
     ],
 )
 @pytest.mark.parametrize("suffix", ["json", "yaml"])
