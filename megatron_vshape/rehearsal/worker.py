@@ -203,6 +203,8 @@ def _child(line: str, answer: TextIO) -> int:
 
 
 _FIXES = {
+    "cannot import name": ". The script needs another version of Megatron: pass its checkout with "
+    "--megatron DIR",
     # Megatron requires Transformer Engine even with --transformer-impl local.
     "apply_rope_fusion is not available": " Or add --no-rope-fusion: without it, Megatron needs "
     "Transformer Engine for RoPE even with --transformer-impl local.",

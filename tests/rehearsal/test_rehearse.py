@@ -303,6 +303,14 @@ def test_flags_of_forks_are_ignored_unless_strict(warm: Warm, tmp_path: Path, st
     assert "unknown values and no effect on a step: --lr" in ran.stdout
 
 
+def test_a_script_for_another_megatron_needs_its_checkout(warm: Warm, tmp_path: Path) -> None:
+    script = tmp_path / "pretrain_fork.py"
+    script.write_text("from megatron.core import patches_of_a_fork\n")
+    ran = warm(tmp_path, "rehearse", "--check", "--", str(script), *TINY)
+    assert ran.returncode == 1, ran.stderr
+    assert "pass its checkout with --megatron DIR" in ran.stdout
+
+
 TWO_STAGES = "--num-virtual-stages-per-pipeline-rank 2"
 PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 63"
 
