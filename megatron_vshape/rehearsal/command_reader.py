@@ -56,6 +56,7 @@ _OTHER_MODELS = {
     "vl": _WITH_ENCODER,
     "omni": _WITH_ENCODER,
     "rl": "RL",
+    "retro": "RETRO",
     "deepseek4": "DeepSeek-V4",
     "longcat": "LongCat",
 }
@@ -66,6 +67,7 @@ _FLAGS_OF_OTHER_MODELS = {
         "--vision-model-type",
         "--img-h",
         "--disable-vision-class-token",
+        "--model-provider",  # of examples/mimo
     ),
     "DeepSeek-V4": ("--kv-compress",),  # of MindSpeed-LLM
     "LongCat": ("--num-zero-experts",),
@@ -206,6 +208,8 @@ _SIZE_OPTIONS = {
     PROCESSES: PROCESSES,
     "--num-nodes": NODES,
     "--num-gpus": PROCESSES,
+    "--worker-num": PROCESSES,  # of all nodes, as of msrun and mpirun
+    "-np": PROCESSES,
     "--actor-num-nodes": NODES,  # of slime and miles, started by ray
     "--actor-num-gpus-per-node": PROCESSES,
 }

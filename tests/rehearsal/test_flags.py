@@ -43,6 +43,8 @@ def test_a_command_line_with_a_launcher_is_read() -> None:
         ("torchrun --nproc_per_node=8 --nnodes 4 pretrain_gpt.py --bf16", 32, ""),
         ("N=(--nproc_per_node 8 --nnodes 2)\ntorchrun ${N[@]} pretrain_gpt.py ${A[@]}", 16, ""),
         ('CALL="torchrun $WORDS pretrain_gpt.py --bf16"\n$CALL', 64, ""),
+        ("mpirun -np 16 --allow-run-as-root python pretrain_gpt.py --bf16", 16, ""),
+        ("msrun --worker_num 16 --local_worker_num=8 pretrain_gpt.py --bf16", 16, ""),
         ("python pretrain_gpt.py --bf16", None, ""),
         ("torchrun ${OTHER[@]} pretrain_gpt.py --bf16", None, ""),
         ("torchrun --nproc-per-node 8 --nnodes $NOT_SET pretrain_gpt.py --bf16", None,
@@ -341,6 +343,8 @@ def test_variables_that_megatron_checks_stay() -> None:
             "trains a vision-language model: rehearsed are GPT",
         ),
         ("python3 -m verl.trainer.main_ppo trainer.nnodes=4".split(), "main_ppo is no training"),
+        (["pretrain_retro.py", "--bf16"], "trains a RETRO model"),
+        (["mimo/train.py", "--model-provider", "llava_vlm"], "trains a vision-language model"),
         (["train.py", "--train-backend", "fsdp", "--wandb-key", "$KEY"], "without Megatron"),
     ],
 )
