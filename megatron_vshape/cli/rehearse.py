@@ -264,8 +264,7 @@ def _print_ignored(results: Sequence[RankReport | CheckedRank | FailedRank]) -> 
     saving = [flag for flag in flags if re.search("swap|offload|recompute|reuse|mem(ory)?-", flag)]
     if flags:
         note = f"Ignored flags that this version of Megatron does not have: {', '.join(flags)}. "
-        if saving:
-            note += f"Some may need less memory than estimated: {', '.join(saving)}. "
+        note += f"Some may lower the memory: {', '.join(saving)}. " if saving else ""
         print(report.wrap_text(f"{note}--strict rejects them."))
 
 

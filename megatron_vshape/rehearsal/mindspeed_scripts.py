@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import accumulate
 
 from megatron_vshape.rehearsal.command import Command, words_by_flag
 from megatron_vshape.rehearsal.hf_config import layer_pattern
@@ -16,43 +17,36 @@ _FUSED = "--use-fused-rmsnorm", "--use-fused-swiglu", "--use-fused-rotary-pos-em
 _TRANSLATED = frozenset(
     """
     --first-k-dense-replace --noop-layers --num-layer-list --n-shared-experts --shared-expert-gate
-    --full-attention-interval --moe-intermediate-size --context-parallel-algo
-    --ulysses-degree-in-cp --moe-tp-extend-ep --lora-r --lora-alpha --lora-target-modules
+    --full-attention-interval --moe-intermediate-size --context-parallel-algo --moe-tp-extend-ep
+    --lora-r --lora-alpha --lora-target-modules
     """.split()
 )
-_CONTEXT = {
-    "ulysses_cp_algo": "a2a",
-    "kvallgather_cp_algo": "all_gather",
-    "hybrid_cp_algo": "a2a+p2p",
-}
-"""Communication of context parallelism; Megatron's default is that of megatron_cp_algo."""
+_CONTEXT = {"ulysses_cp_algo": "a2a", "kvallgather_cp_algo": "all_gather"}
+"""Communication of context parallelism; other algorithms are estimated as Megatron's ring."""
 
 
 def with_translated_flags(command: Command) -> Command:
     """Replace flags by Megatron's with the same memory, and the NPU's kernels by fused ones."""
     sources = [flag for flag in _TRANSLATED if command.has(flag)]
-    is_fork = (command.value("--spec") or "").startswith("mindspeed_llm.")
+    is_fork = "mindspeed_llm." in (command.value("--spec") or "")
     is_fork = is_fork or any(map(command.has, _FUSED))
     if not sources and not is_fork:
         return command
     changes = _layer_changes(command) | _expert_changes(command)
     algorithm = command.value("--context-parallel-algo", "")
-    context = command.number("--context-parallel-size", 1)
-    if algorithm in _CONTEXT and context > 1:
+    if algorithm in _CONTEXT and command.number("--context-parallel-size", 1) > 1:
         changes["cp_comm_type"] = _CONTEXT[algorithm]
-        if inner := command.number("--ulysses-degree-in-cp", 0):
-            changes["hierarchical_context_parallel_sizes"] = [inner, context // inner]
     if interval := command.number("--full-attention-interval", 0):
         changes["linear_attention_freq"] = interval
         changes["experimental_attention_variant"] = "gated_delta_net"
     if is_fork:
         changes |= {"transformer_impl": None, "spec": None}
-    lora, words = command.lora, words_by_flag(command.flags)
+    lora = command.lora
     if command.has("--lora-r"):
-        targets = tuple(words.get("--lora-target-modules", ()))
-        lora = LoraConfig(command.number("--lora-r", 8), targets, per_expert=True)
-    note = "Flags and layers of MindSpeed-LLM are estimated as those of Megatron"
-    note += f": {', '.join(sorted(sources))}." if sources else "."
+        targets = words_by_flag(command.flags).get("--lora-target-modules", ())
+        lora = LoraConfig(command.number("--lora-r", 8), tuple(targets), per_expert=True)
+    names = ", ".join(["layers", *sorted(sources)])
+    note = f"Estimated with the equivalents of Megatron for MindSpeed-LLM's {names}."
     command = replace(command, lora=lora, notes=(*command.notes, note))
     return command.without(_TRANSLATED.__contains__).having(**changes)
 
@@ -97,12 +91,11 @@ def _layer_changes(command: Command) -> dict[str, object]:
         if per_chunk := command.number("--num-layers-per-virtual-pipeline-stage", 0):
             chunks = num_layers // per_chunk or 1
         counts = [num_layers // chunks] * chunks
-    ends = [sum(counts[: chunk + 1]) for chunk in range(len(counts))]
     stages = [
         "t" * sum(end - count <= layer < end for layer in layers)
-        for end, count in zip(ends, counts, strict=True)
+        for end, count in zip(accumulate(counts), counts, strict=True)
     ]
-    if len(stages) > 1 and ends[-1] == num_layers:
+    if len(stages) > 1 and sum(counts) == num_layers:
         predicting = "m" * command.number("--mtp-num-layers", 0)
         changes["pipeline_model_parallel_layout"] = f"E{'|'.join(stages)}{predicting}L"
         changes["num_layers_per_virtual_pipeline_stage"] = None

@@ -56,11 +56,10 @@ def test_experts_on_tensor_ranks_are_expert_parallel() -> None:
 def test_attention_is_translated() -> None:
     flags = "--num-layers 8 --context-parallel-size 4 --use-fused-rmsnorm --transformer-impl local "
     command = command_of(
-        f"{flags} --context-parallel-algo hybrid_cp_algo --ulysses-degree-in-cp 2 "
+        f"{flags} --context-parallel-algo ulysses_cp_algo "
         "--full-attention-interval 4 --spec mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec"
     )
-    assert command.value("--cp-comm-type") == "a2a+p2p"
-    assert "--hierarchical-context-parallel-sizes 2 2" in " ".join(command.flags)
+    assert command.value("--cp-comm-type") == "a2a"
     assert command.number("--linear-attention-freq", 0) == 4
     assert not command.has("--spec")
     assert not command.has("--transformer-impl")  # local layers with the NPU's fused kernels

@@ -297,7 +297,7 @@ def test_flags_of_forks_are_ignored_unless_strict(warm: Warm, tmp_path: Path, st
     assert ("unrecognized arguments: --use-mpi --swap-optimizer" in ran.stdout) == strict
     ignored = (
         "Ignored flags that this version of Megatron does not have: --use-mpi, --swap-optimizer. "
-        "Some may need less memory than estimated: --swap-optimizer."
+        "Some may lower the memory: --swap-optimizer."
     )
     assert (ignored in ran.stdout.replace("\n", " ")) != strict
     assert "unknown values and no effect on a step: --lr" in ran.stdout
