@@ -26,6 +26,7 @@ from megatron_vshape.rehearsal.framework_files import (
     FrameworkConfig,
     check_format,
     config_of_file,
+    config_of_recipe,
     config_of_swift,
 )
 from megatron_vshape.rehearsal.mindspeed_scripts import with_translated_flags
@@ -48,30 +49,18 @@ _WITH_ENCODER = "vision-language"
 """Models whose configuration contains that of the language model, which is estimated."""
 
 _OTHER_MODELS = {
-    "bert": "BERT",
-    "t5": "T5",
-    "ict": "ICT",
+    "BERT": "bert",
+    "T5": "t5",
+    "ICT": "ict",
     "vision": "vision",
-    "vlm": _WITH_ENCODER,
-    "vl": _WITH_ENCODER,
-    "omni": _WITH_ENCODER,
-    "rl": "RL",
-    "retro": "RETRO",
-    "deepseek4": "DeepSeek-V4",
-    "longcat": "LongCat",
+    _WITH_ENCODER: "vlm vl omni --language-model-type --vision-model-type --img-h "
+    "--disable-vision-class-token --model-provider",
+    "RL": "rl",
+    "RETRO": "retro",
+    "DeepSeek-V4": "deepseek4 --kv-compress",  # of MindSpeed-LLM
+    "LongCat": "longcat --num-zero-experts",
 }
-"""Models that are not rehearsed, by a part of the script's name."""
-_FLAGS_OF_OTHER_MODELS = {
-    _WITH_ENCODER: (
-        "--language-model-type",
-        "--vision-model-type",
-        "--img-h",
-        "--disable-vision-class-token",
-        "--model-provider",  # of examples/mimo
-    ),
-    "DeepSeek-V4": ("--kv-compress",),  # of MindSpeed-LLM
-    "LongCat": ("--num-zero-experts",),
-}
+"""Models that are not rehearsed: parts of the script's name, and flags."""
 
 
 def read_command(words: Sequence[str]) -> Command:
@@ -121,16 +110,10 @@ _VALUES = {
     "position_embedding_type": ("none", "learned_absolute", "rope", "yarn", "mrope", "relative"),
     "moe_token_dispatcher_type": ("alltoall", "allgather", "flex"),
     "moe_router_load_balancing_type": (
-        "aux_loss",
-        "seq_aux_loss",
-        "global_aux_loss",
-        "sinkhorn",
-        "quantile_balancing",
-        "none",
+        *("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"),
     ),
 }
-"""Values of options to which forks and old releases add others; these are estimated as the first.
-"""
+"""Values of options to which forks and old releases add others, estimated as the first of these."""
 
 
 _ATTENTION_VARIABLES = "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"
@@ -146,12 +129,11 @@ _BACKENDS = {
 def _with_present_names(command: Command) -> Command:
     """Replace settings of forks and of old releases of Megatron by those with the same memory."""
     notes = [*command.notes]
-    for option, (substitute, *values) in _VALUES.items():
+    for option, values in _VALUES.items():
         flag = "--" + option.replace("_", "-")
-        value = command.value(flag, substitute)
-        if value not in (substitute, *values):
-            notes.append(f"Megatron-Core has no {flag} {value}: estimated as {substitute}.")
-            command = command.having(**{option: substitute})
+        if (value := command.value(flag, values[0])) not in values:
+            notes.append(f"Megatron-Core has no {flag} {value}: estimated as {values[0]}.")
+            command = command.having(**{option: values[0]})
     if command.has("--checkpoint-activations"):
         notes.append("--checkpoint-activations is estimated as full recomputation of every layer.")
         command = command.having(
@@ -332,12 +314,10 @@ def _assignment(word: str) -> tuple[str, str]:
 
 
 def _reject_other_models(command: Command, *permitted: str) -> None:
-    name = Path(command.script).stem.lower()
-    for part, model in _OTHER_MODELS.items():
-        if model in permitted:
-            continue
-        flags = _FLAGS_OF_OTHER_MODELS.get(model, ())
-        if part in name.replace("-", "_").split("_") or any(map(command.has, flags)):
+    parts = re.split("[-_]", Path(command.script).stem.lower())
+    for model, marks in _OTHER_MODELS.items():
+        is_model = any(mark in parts or command.has(mark) for mark in marks.split())
+        if is_model and model not in permitted:
             raise ScheduleError(
                 f"{command.script} trains a {model} model: rehearsed are GPT and hybrid models "
                 "(pretrain_gpt.py, pretrain_hybrid.py, pretrain_mamba.py)"
@@ -360,9 +340,7 @@ def _command_of_file(path: Path, command: Command, extra_words: Sequence[str]) -
     elif path.suffix == ".json":
         command = _command_of_json(path, text, command, extra_words)
     elif path.suffix in (".sh", ".bash", ".sbatch", ".slurm") or text.startswith("#!"):
-        parameters = [
-            *takewhile(lambda word: not word.startswith("-"), extra_words)
-        ]  # $1, $2 and so on
+        parameters = [*takewhile(lambda word: word[:1] != "-", extra_words)]  # $1, $2 and so on
         command = _command_of_shell(path, text, command, parameters)
         extra_words = extra_words[len(parameters) :]
     else:
@@ -436,7 +414,7 @@ def _command_of_json(
 
 
 def _config_of_command(words: Sequence[str]) -> FrameworkConfig | None:
-    return config_of_swift(words) or config_of_verl_command(words)
+    return config_of_swift(words) or config_of_verl_command(words) or config_of_recipe(words)
 
 
 def _command_of_framework(config: FrameworkConfig, command: Command) -> Command:
@@ -444,14 +422,7 @@ def _command_of_framework(config: FrameworkConfig, command: Command) -> Command:
     return replace(
         command,
         flags=tuple(config.flags),
-        environment={
-            **command.environment,
-            **{
-                name: value
-                for name, value in config.environment.items()
-                if name.startswith(VARIABLES)
-            },
-        },
+        environment={**command.environment, **_variables_of_step(config.environment)},
         launched=launched if config.processes else command.launched,
         model_name=config.model_name,
         lora=config.lora,
@@ -489,7 +460,8 @@ def _command_of_shell(
     for record in expansion.records:
         assignments = [f"{name}={value}" for name, value in record.environment.items()]
         if (config := _config_of_command([*assignments, *record.words])) is not None:
-            return _command_of_framework(config, command)
+            launched = _launched([*record.launcher, *record.words], sbatch)
+            return _command_of_framework(config, replace(command, launched=launched))
     started = training_command(expansion, MEGATRON_FLAGS)
     if not any(word.startswith("--") for word in started.flags):
         empty = re.search(r"\.py[\"']?[ \t]+[\"']?\$\{?([A-Z]\w*)", "\n".join(expansion.texts))
@@ -508,16 +480,22 @@ def _command_of_shell(
             f"{path} starts {started.num_further + 1} different trainings: estimated is the one "
             "with the most flags, or the first of them."
         )
-    environment = {
-        name: value for name, value in started.environment.items() if name.startswith(VARIABLES)
-    }
-    launched = _launch_options([*started.flags, *started.launcher])
-    slurm = SlurmSizes.of([*sbatch, *started.launcher])
-    if not launched and slurm.processes:  # srun starts one process per GPU
-        launched = {NODES: slurm.nodes or "1", PROCESSES: slurm.processes}
+    environment = _variables_of_step(started.environment)
+    launched = _launched([*started.flags, *started.launcher], [*sbatch, *started.launcher])
     script = started.script or command.script
     shell_command = Command(script, tuple(started.flags), environment, launched, notes=tuple(notes))
     return shell_command.without(lambda flag: flag.startswith(_LAUNCHER))
+
+
+def _variables_of_step(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name.startswith(VARIABLES)}
+
+
+def _launched(words: Sequence[str], slurm_words: Sequence[str]) -> dict[str, str]:
+    """Return the nodes and processes of a launcher, else of SLURM: srun starts one per GPU."""
+    slurm = SlurmSizes.of(slurm_words)
+    sizes = {NODES: slurm.nodes or "1", PROCESSES: slurm.processes} if slurm.processes else {}
+    return _launch_options(words) or sizes
 
 
 _LAUNCHER = ("--nproc", "--nnodes", "--node", "--master", "--rdzv")

@@ -277,6 +277,25 @@ def _config_of_primus(
     return FrameworkConfig(flags, "")
 
 
+def config_of_recipe(words: Sequence[str]) -> FrameworkConfig | None:
+    """Read a command's recipe of Megatron-Bridge, which names the model, and its overrides."""
+    matches = (re.fullmatch(r"\+*(\w+)\.(\w+)=(.*)", word) for word in words)
+    recipe = words[words.index("--recipe") + 1] if "--recipe" in words[:-1] else "-"
+    if recipe.startswith("-"):
+        return None
+    config: dict[str, Any] = {"model": {}, "peft": "lora" if "_peft_" in recipe else None}
+    for section, name, value in (match.groups() for match in matches if match):
+        values = config.get(section)
+        config[section] = (values if isinstance(values, dict) else {}) | {name: _scalar(value)}
+    if not config["model"] or "train" not in config:
+        raise ScheduleError(
+            f"--recipe {recipe} has sizes that only Megatron-Bridge can read. Pass run_config.yaml "
+            "of its checkpoint, or pretrain_gpt.py with Megatron-LM's flags of the same run"
+        )
+    model = re.sub(r"_(pretrain|sft|peft|finetune)_.*", "", recipe)
+    return _config_of_overrides(Path(recipe), config, (), model)
+
+
 def config_of_swift(words: Sequence[str]) -> FrameworkConfig | None:
     """Return the configuration of `megatron sft`, `pt` or `rlhf` of ms-swift; None for others.
 

@@ -58,9 +58,9 @@ def check_required_flags(command: Command) -> None:
         raise ScheduleError(f"the command has no {', '.join(missing)}, which Megatron requires")
 
 
-_REQUIRED = [
-    *("--num-attention-heads", "--seq-length", "--max-position-embeddings", "--micro-batch-size"),
-]
+_REQUIRED = (
+    "--num-attention-heads --seq-length --max-position-embeddings --micro-batch-size".split()
+)
 _SIZES = (BATCH, "--tensor-model-parallel-size", "--pipeline-model-parallel-size")
 
 

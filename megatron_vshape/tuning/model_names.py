@@ -22,6 +22,7 @@ _EQUAL_SIZES = {
     "qwen27b": "qwen2_5_7b",
     "qwen25math15b": "qwen2_5_1_5b",
     "qwen25math7b": "qwen2_5_7b",
+    "qwen3600m": "qwen3_0_6b",
     "qwen3635ba3b": "qwen3_5_35b_a3b",
 }
 """Presets of models that differ from another only in values without effect on memory or time."""

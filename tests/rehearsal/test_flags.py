@@ -357,7 +357,7 @@ def test_invalid_commands_are_rejected(words: list[str], wrong: str) -> None:
     ("name", "text", "wrong"),
     [
         ("a.sh", "echo hello\n", "has no flags of Megatron-LM, neither"),
-        ("a.sh", "uv run run_recipe.py --recipe x train.global_batch_size=8\n",
+        ("a.sh", "uv run train.py --config x train.global_batch_size=8\n",
          "'train.global_batch_size=8' and similar overrides"),
         ("a.txt", "--bf16 --fp8-format 'hybrid", "a.txt cannot be split .*: No closing quotation"),
     ],

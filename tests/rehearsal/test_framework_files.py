@@ -408,6 +408,30 @@ def test_a_checkpoint_of_a_recipe_names_the_model(
     assert "does not override are not included" in caplog.text
 
 
+RECIPE = """
+#SBATCH --nodes=2 --gpus-per-node=8
+TP=4
+CMD="python scripts/training/run_recipe.py --recipe {recipe} model.seq_length=8192"
+CMD="$CMD model.tensor_model_parallel_size=$TP {overrides}"
+srun bash -c "$CMD"
+"""
+
+
+def test_a_recipe_with_overrides_is_read(tmp_path: Path) -> None:
+    batch = "train.global_batch_size=64 train.micro_batch_size=2 peft.dim=16"
+    text = RECIPE.format(recipe="qwen3_600m_peft_128k_config", overrides=batch)
+    command = read_command([str(written(tmp_path, "sft.sh", text))])
+    assert find_model(command.model_name).stem == "qwen3_0_6b"
+    assert command.number("--tensor-model-parallel-size", 1) == 4
+    assert command.number("--global-batch-size", 1) == 64
+    assert launched_gpus(command) == (16, "")
+    assert command.lora is not None
+    assert command.lora.rank == 16
+    text = RECIPE.format(recipe="qwen3_8b_sft_config", overrides="model.freeze_vision_model=True")
+    with pytest.raises(ScheduleError, match="qwen3_8b_sft_config has sizes that only Megatron-Br"):
+        read_command([str(written(tmp_path, "sft.sh", text))])
+
+
 NEOX = {"pipe-parallel-size": 4, "model-parallel-size": 2, "num-layers": 44, "hidden-size": 6144}
 
 
