@@ -2,11 +2,9 @@
 
 import argparse
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +47,7 @@ from megatron_vshape.rehearsal.costs_from_reports import counted_costs, with_mea
 from megatron_vshape.rehearsal.gpus import GPUS, Gpu
 from megatron_vshape.rehearsal.measurement import format_passes, measure_ranks
 from megatron_vshape.rehearsal.rank_job import RankJob
-from megatron_vshape.rehearsal.rank_report import CheckedRank, FailedRank, RankReport
+from megatron_vshape.rehearsal.rank_report import FailedRank, RankReport, notes_of_ignored
 from megatron_vshape.rehearsal.ranks import DryRunConfig, check_all, rehearse_all
 from megatron_vshape.rehearsal.remedies import remedy_lines
 from megatron_vshape.rehearsal.simulated import StepTime, estimate_step
@@ -151,7 +149,8 @@ def run(options: argparse.Namespace) -> int:
         if not options.alone:
             helps += remedy_lines(command, config, sizes, reports, headroom_bytes)
     step = estimate_step(reports, command, gpu, sizes.stage_stride)
-    _print_ignored(reports)
+    for note in notes_of_ignored(reports):
+        print(report.wrap_text(note))
     heading = _heading(command, reports[0], gpu, sizes)
     print(f"{heading}. Estimated, not measured.\nGiB by pipeline rank:")
     _print(reports, baselines, gpu, step)
@@ -242,7 +241,8 @@ def _check(command: Command, config: DryRunConfig, sizes: Sizes, stages: Sequenc
         jobs[index] = replace(jobs[index], rank=0)
     schedule = _schedule_name(command)
     results = list(check_all(config.programs, jobs))
-    _print_ignored(results)
+    for note in notes_of_ignored(results):
+        print(report.wrap_text(note))
     for result in results:
         if isinstance(result, FailedRank):
             print(f"does not start with {schedule}: {result.error}")
@@ -255,17 +255,6 @@ def _check(command: Command, config: DryRunConfig, sizes: Sizes, stages: Sequenc
 
 def _schedule_name(command: Command) -> str:
     return command.value(SCHEDULE) or "Megatron's own schedule"
-
-
-def _print_ignored(results: Sequence[RankReport | CheckedRank | FailedRank]) -> None:
-    """Print the flags that Megatron's parser does not have."""
-    lists = [result.ignored_flags for result in results if not isinstance(result, FailedRank)]
-    flags = dict.fromkeys(chain.from_iterable(lists))
-    saving = [flag for flag in flags if re.search("swap|offload|recompute|reuse|mem(ory)?-", flag)]
-    if flags:
-        note = f"Ignored flags that this version of Megatron does not have: {', '.join(flags)}. "
-        note += f"Some may lower the memory: {', '.join(saving)}. " if saving else ""
-        print(report.wrap_text(f"{note}--strict rejects them."))
 
 
 def _check_costs_are_known(command: Command) -> None:

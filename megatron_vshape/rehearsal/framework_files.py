@@ -121,7 +121,7 @@ def _config_of_overrides(
         if "vision" in name or name in ("teacher", "crossattn_emb_size"):
             raise ScheduleError(f"{path} sets model.{name}: only language models are estimated")
     if model_name:
-        logger.warning("settings of the recipe that %s does not override are not included", path)
+        logger.warning("%s: settings of the recipe without an override are not included", path)
     return FrameworkConfig(
         flags_of_config(content, extra_flags), model_name, lora=lora_of_config(content.get("peft"))
     )

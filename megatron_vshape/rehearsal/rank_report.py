@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 from megatron_vshape.rehearsal.phases import Phase
@@ -248,6 +250,16 @@ class CheckedRank:
     def to_json(self) -> dict[str, Any]:
         """Convert to plain values."""
         return asdict(self)
+
+
+def notes_of_ignored(results: Iterable[RankReport | CheckedRank | FailedRank]) -> list[str]:
+    """Name the flags of a command that Megatron's parser does not have."""
+    lists = [result.ignored_flags for result in results if not isinstance(result, FailedRank)]
+    flags = dict.fromkeys(chain.from_iterable(lists))
+    saving = [flag for flag in flags if re.search("swap|offload|recompute|reuse|mem(ory)?-", flag)]
+    note = f"Ignored flags that this version of Megatron does not have: {', '.join(flags)}. "
+    note += f"Some may lower the memory: {', '.join(saving)}. " if saving else ""
+    return [f"{note}--strict rejects them."] if flags else []
 
 
 _LAUNCHES = ("graphs", "experts_hidden", "shards_overlapped")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -11,11 +12,13 @@ from megatron_vshape.mcore.options import schedule_names
 from megatron_vshape.rehearsal.command import Command, sizes_of, words_by_flag
 from megatron_vshape.rehearsal.megatron_layers import with_layers
 from megatron_vshape.rehearsal.rank_job import RankJob
-from megatron_vshape.rehearsal.rank_report import FailedRank
+from megatron_vshape.rehearsal.rank_report import FailedRank, notes_of_ignored
 from megatron_vshape.rehearsal.ranks import DryRunConfig, check_all
 from megatron_vshape.tuning import fsdp
 from megatron_vshape.tuning.configurations import POST_VALIDATION, Subject
 from megatron_vshape.tuning.predictor import Prediction
+
+logger = logging.getLogger(__name__)
 
 
 def needs_file(row: Prediction) -> bool:
@@ -85,6 +88,8 @@ def find_start_faults(
     with tempfile.TemporaryDirectory() as folder:
         jobs = [job for key in rows for job in _jobs(key, rows[key], subject, gpus, config, folder)]
         results = list(check_all(config.programs, jobs)) if jobs else []
+    for note in notes_of_ignored(results):
+        logger.warning("%s", note)
     return {result.name: result.error for result in results if isinstance(result, FailedRank)}
 
 

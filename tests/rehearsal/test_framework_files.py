@@ -404,8 +404,7 @@ def test_a_checkpoint_of_a_recipe_names_the_model(
     text = "checkpoint: {pretrained_checkpoint: /ckpt/Qwen3-8B-Base}\nmodel: {seq_length: 8192}\n"
     command = read_command([str(written(tmp_path, "sft.yaml", text))])
     assert find_model(command.model_name).stem == "qwen3_8b"
-    assert "recipe that" in caplog.text
-    assert "does not override are not included" in caplog.text
+    assert "settings of the recipe without an override are not included" in caplog.text
 
 
 RECIPE = """

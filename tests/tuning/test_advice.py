@@ -620,11 +620,13 @@ def test_flags_name_a_schedule_only_if_training_has_the_name(name: str, value: s
     assert row_command(row, subject, "plan.json").value("--pipeline-schedule") == value
 
 
-def test_rows_that_do_not_start_are_found(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_do_not_start_are_found(
+    warm: Warm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Megatron rejects two flags for virtual stages; a plan is checked with its schedule file."""
     pytest.importorskip("megatron.core")
     monkeypatch.setattr("megatron_vshape.rehearsal.ranks.run_jobs", warm.run_jobs)
-    subject = Subject.of_command(["pretrain_gpt.py", *SMALL.split()], "")
+    subject = Subject.of_command(["pretrain_gpt.py", *SMALL.split(), "--swap-optimizer"], "")
     config = configuration_of_command(subject, 2)
     schedule = plan_request(PlanRequest("v-half", 2, config.num_microbatches)).schedule
     layers = (2, 2, 2, 2)
@@ -639,6 +641,7 @@ def test_rows_that_do_not_start_are_found(warm: Warm, monkeypatch: pytest.Monkey
     faults = find_start_faults(rows, subject, 2, programs)
     assert set(faults) == {"few"}
     assert "adds up to 7 layers and the model has 8" in faults["few"]
+    assert "does not have: --swap-optimizer. Some may lower the memory" in caplog.text
 
 
 def test_a_row_without_a_pipeline_is_checked_with_few_layers(
