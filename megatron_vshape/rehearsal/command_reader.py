@@ -49,14 +49,9 @@ _WITH_ENCODER = "vision-language"
 """Models whose configuration contains that of the language model, which is estimated."""
 
 _OTHER_MODELS = {
-    "BERT": "bert",
-    "T5": "t5",
-    "ICT": "ict",
-    "vision": "vision",
+    **{name: name.lower() for name in ("BERT", "T5", "ICT", "RL", "RETRO", "vision")},
     _WITH_ENCODER: "vlm vl omni --language-model-type --vision-model-type --img-h "
     "--disable-vision-class-token --model-provider",
-    "RL": "rl",
-    "RETRO": "retro",
     "DeepSeek-V4": "deepseek4 --kv-compress",  # of MindSpeed-LLM
     "LongCat": "longcat --num-zero-experts",
 }

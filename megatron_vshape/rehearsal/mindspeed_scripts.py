@@ -28,19 +28,17 @@ _CONTEXT = {"ulysses_cp_algo": "a2a", "kvallgather_cp_algo": "all_gather"}
 def with_translated_flags(command: Command) -> Command:
     """Replace flags by Megatron's with the same memory, and the NPU's kernels by fused ones."""
     sources = [flag for flag in _TRANSLATED if command.has(flag)]
-    is_fork = "mindspeed_llm." in (command.value("--spec") or "")
-    is_fork = is_fork or any(map(command.has, _FUSED))
-    if not sources and not is_fork:
+    if not sources and not any(map(command.has, _FUSED)):
         return command
-    changes = _layer_changes(command) | _expert_changes(command)
+    changes = {"transformer_impl": None} | _layer_changes(command) | _expert_changes(command)
     algorithm = command.value("--context-parallel-algo", "")
     if algorithm in _CONTEXT and command.number("--context-parallel-size", 1) > 1:
         changes["cp_comm_type"] = _CONTEXT[algorithm]
     if interval := command.number("--full-attention-interval", 0):
         changes["linear_attention_freq"] = interval
         changes["experimental_attention_variant"] = "gated_delta_net"
-    if is_fork:
-        changes |= {"transformer_impl": None, "spec": None}
+    if "mindspeed_llm." in (command.value("--spec") or ""):
+        changes["spec"] = None
     lora = command.lora
     if command.has("--lora-r"):
         targets = words_by_flag(command.flags).get("--lora-target-modules", ())
@@ -53,10 +51,8 @@ def with_translated_flags(command: Command) -> Command:
 
 def _expert_changes(command: Command) -> dict[str, object]:
     """Translate the sizes of experts, and experts that are distributed over tensor ranks, too."""
-    changes: dict[str, object] = {}
     width = command.number("--moe-ffn-hidden-size", command.number("--moe-intermediate-size", 0))
-    if width:
-        changes["moe_ffn_hidden_size"] = width
+    changes: dict[str, object] = {"moe_ffn_hidden_size": width} if width else {}
     shared = command.number("--n-shared-experts", 0)
     if shared and not command.has("--moe-shared-expert-intermediate-size"):
         width = width or command.number("--ffn-hidden-size", 0)
