@@ -51,6 +51,7 @@ REPOSITORIES = {
     "NVIDIA-NeMo/RL": Scripts(re.compile("megatron_cfg"), ["yaml"]),
     "alibaba/ROLL": Scripts(re.compile("megatron_train"), ["yaml"]),
     "AMD-AGI/Primus": Scripts(re.compile("framework: megatron"), ["yaml"]),
+    "Ascend/MindSpeed-LLM": MEGATRON,
 }
 _REASONS = {
     "another kind of model": (
@@ -58,6 +59,7 @@ _REASONS = {
     ),
     "without Megatron": "without Megatron|only Megatron is estimated",
     "unknown model": r"is no preset|and no preset|so the model of .* is unknown",
+    "unsupported format": "is a file of|similar overrides|only Megatron-Bridge can read",
     "values to set": r"variables without a value|which is empty|positive number\. If a variable",
 }
 """Reasons by texts of their messages."""
