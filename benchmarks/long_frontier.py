@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_vshape.core.frontier import Point, frontier, published_schedules
 from megatron_vshape.core.model.costs import Costs, with_copies
 from megatron_vshape.core.model.placement import looping
+from megatron_vshape.core.plan import Point, frontier, published_schedules
 from megatron_vshape.core.request import SLICES, PlanRequest
 from megatron_vshape.core.schedule_names import AUTO
 from megatron_vshape.view.figure import save

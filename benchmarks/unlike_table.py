@@ -70,7 +70,7 @@ from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.core.schedule_names import AUTO
 from megatron_vshape.core.variable_length import reorder_microbatches
 from megatron_vshape.mcore.features.variable_length.reorder import MicrobatchReorderer
-from megatron_vshape.mcore.setup.planned_step import PlannedStep
+from megatron_vshape.mcore.setup.plans import PlannedStep
 from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import run_program
 

@@ -53,8 +53,8 @@ from megatron_vshape.core.model.kinds import (
     ScheduleError,
 )
 from megatron_vshape.environment import ALLOCATOR, set_missing
-from megatron_vshape.runtime.copies import measure_copies
 from megatron_vshape.runtime.measure import PassTimer
+from megatron_vshape.runtime.offload import measure_copies
 from megatron_vshape.runtime.program_runner import on_stream_of
 
 HIDDEN_SIZES = (2048, 3072, 4096, 5120, 6144, 8192)

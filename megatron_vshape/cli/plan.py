@@ -46,7 +46,7 @@ from megatron_vshape.cli.torch_export import (
     print_settings,
 )
 from megatron_vshape.core.budget import Budget
-from megatron_vshape.core.comparison import compare_baselines, no_worse_than_published
+from megatron_vshape.core.evaluation import compare_baselines, no_worse_than_published
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import AUTO_SPLIT
 from megatron_vshape.core.model.schedule import Objective

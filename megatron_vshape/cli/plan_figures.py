@@ -12,7 +12,7 @@ from megatron_vshape.cli.options import format_limit_errors
 from megatron_vshape.cli.progress import Progress, report_progress
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.evaluated_schedule import EvaluatedSchedule
-from megatron_vshape.core.frontier import Point, frontier, published_schedules
+from megatron_vshape.core.plan import Point, frontier, published_schedules
 from megatron_vshape.core.request import PlanRequest, PlanResult
 from megatron_vshape.view.names import plain
 from megatron_vshape.view.numbers import GIB, UnitFormat, base_peak, fixed, percent, table

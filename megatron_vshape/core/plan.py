@@ -1,4 +1,4 @@
-"""Plan a schedule: the fastest one for given costs within a memory limit.
+"""Plan schedules: the fastest for given costs within a memory limit, or within several limits.
 
 The command line, the playground, the trainer and the sweep call `plan_request`, with a request in
 the costs' units. Common rules: no plan is worse than an evaluated schedule that fits, and among
@@ -6,33 +6,33 @@ equal times, the plan with less memory is chosen.
 """
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from operator import sub
+from typing import NamedTuple
 
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import MAX_GAP, LimitError, fits
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.comparison import (
-    as_plan,
-    cached_bound,
-    fitting_results,
-    possible_baselines,
-    result_rank,
-    with_fused_backwards,
-)
 from megatron_vshape.core.evaluated_schedule import EvaluatedSchedule
 from megatron_vshape.core.evaluation import (
+    as_plan,
+    cached_bound,
     evaluate_named,
     evaluate_schedule,
     find_schedule,
+    fitting_results,
     limits_of,
+    possible_baselines,
+    result_rank,
+    with_fused_backwards,
 )
 from megatron_vshape.core.model.costs import Costs, without_copies
 from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.model.schedule import Schedule
-from megatron_vshape.core.paper.catalogue import EVERY_NAME
+from megatron_vshape.core.paper.catalogue import EVERY_NAME, NAMES
 from megatron_vshape.core.planner.vocabulary import (
     PENDING_LOGITS,
     most_logits_bytes,
@@ -41,7 +41,7 @@ from megatron_vshape.core.planner.vocabulary import (
     without_shared,
 )
 from megatron_vshape.core.program.lowering import with_full_backwards
-from megatron_vshape.core.request import PlanRequest, PlanResult
+from megatron_vshape.core.request import SAME, PlanRequest, PlanResult
 from megatron_vshape.core.schedule_names import AUTO, PLUS, PLUS_NAMES, BaselineSpec, with_chunks
 
 _MIN_SAVING = 0.002
@@ -303,3 +303,56 @@ def full_backward_saving(costs: Costs) -> float:
     if full_backward_us is None:
         return 0.0
     return max(0.0, 1 - (sum(forward_us) + sum(full_backward_us)) / sum(split_us))
+
+
+class Point(NamedTuple):
+    """A plan at a memory limit, in the unit of the costs' memory."""
+
+    limit: float
+    plan: EvaluatedSchedule
+
+
+def frontier(
+    request: PlanRequest,
+    limits: Sequence[float],
+    report: Callable[[Point], None] = lambda point: None,
+    budget: Budget | None = None,
+) -> list[Point]:
+    """Plan for every limit, from the lowest on.
+
+    A plan for a limit is also valid for every higher one, so that more memory never costs time
+    here. Infeasible limits are omitted. The limit in the request is ignored.
+
+    Raises:
+        LimitError: the highest limit is infeasible; it contains the minimum limit.
+        ScheduleError: there is no limit, or the counts and the costs do not match.
+    """
+    points: list[Point] = []
+    best: EvaluatedSchedule | None = None
+    if not limits:
+        raise ScheduleError("a frontier needs a limit at least; none is given")
+    for limit in sorted(limits):
+        if points and budget is not None and budget.stopped():
+            break
+        try:
+            plan = plan_request(replace(request, limit=limit), budget).plan
+        except LimitError:
+            if limit == max(limits):
+                raise
+            continue
+        # For equal values, keep the plan with less memory, with a bound for this limit too.
+        if best is not None and best.value <= plan.value * (1 + SAME):
+            plan = replace(best, lower_bound=min(best.lower_bound, plan.lower_bound))
+        best = plan
+        points.append(Point(limit, plan))
+        report(points[-1])
+    return points
+
+
+def published_schedules(request: PlanRequest) -> Iterator[EvaluatedSchedule]:
+    """Yield the catalogue's schedules, with the request's costs for each."""
+    for name in NAMES:
+        try:
+            yield evaluate_named(name, request)
+        except ScheduleError:  # not for this size, or no costs for its stages
+            continue

@@ -6,7 +6,14 @@ from dataclasses import replace
 from megatron_vshape.core.check.simulate import simulate
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.schedule_names import PLUS_NAMES
-from megatron_vshape.playground.picture import Facts, Picture, encode, size_note, trace_text
+from megatron_vshape.playground.picture import (
+    Facts,
+    Picture,
+    encode,
+    size_note,
+    step_pictures,
+    trace_text,
+)
 from megatron_vshape.playground.request import (
     AnswerKind,
     FieldError,
@@ -16,9 +23,7 @@ from megatron_vshape.playground.request import (
     Request,
     ScheduleChoice,
 )
-from megatron_vshape.playground.schedules import Report, make_choice, make_named
-from megatron_vshape.playground.stage_costs import Pricing
-from megatron_vshape.playground.steps import step_pictures
+from megatron_vshape.playground.schedules import Pricing, Report, make_choice, make_named
 from megatron_vshape.view.names import display_name
 from megatron_vshape.view.numbers import argument
 

@@ -15,12 +15,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from megatron_vshape.playground.estimate import EXAMPLE, Estimator, parse_estimate
-from megatron_vshape.playground.html import static_files
-from megatron_vshape.playground.offers import offers
+from megatron_vshape.playground.html import offers, static_files
 from megatron_vshape.playground.request import FieldError, parse_request
 from megatron_vshape.playground.security import MAX_BODY, Guard
-from megatron_vshape.playground.worker import error_frame
-from megatron_vshape.playground.worker_pool import Busy, Pool
+from megatron_vshape.playground.worker import Busy, Pool, error_frame
 
 logger = logging.getLogger(__name__)
 

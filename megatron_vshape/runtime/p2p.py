@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_vshape.core.model.amounts import GIB
 from megatron_vshape.core.model.kinds import KINDS, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import Await, Message, Program, Run, Send, Stream
@@ -33,8 +34,6 @@ from megatron_vshape.runtime.failures import (
 )
 from megatron_vshape.runtime.hosts import has_peers
 from megatron_vshape.runtime.program_runner import Place, describe
-
-GIB = 2.0**30
 
 A_DAY = timedelta(days=1)
 """NCCL timeout, counted from the posting of a receive; the watchdog uses `timeout_s`."""

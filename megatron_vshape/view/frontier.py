@@ -6,8 +6,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megatron_vshape.core.evaluated_schedule import EvaluatedSchedule
-from megatron_vshape.core.frontier import Point
 from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.plan import Point
 from megatron_vshape.view.names import display_name
 
 _REACH = 2.0  # omit schedules with more memory than this multiple of the highest limit

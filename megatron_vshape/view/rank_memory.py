@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from megatron_vshape.core.model.amounts import GIB
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.view.names import HELD_COLOUR, tint
-
-GIB = 2**30
 
 Point = tuple[float, float, Mapping[str, float]]
 """Memory curve of a rank: (seconds, bytes, bytes by category)."""

@@ -282,7 +282,7 @@ def test_ctrl_c_writes_the_finished_part_of_a_frontier(
                 time.sleep(0.01)
         return plan_request(request, budget)
 
-    monkeypatch.setattr("megatron_vshape.core.frontier.plan_request", interrupted)
+    monkeypatch.setattr("megatron_vshape.core.plan.plan_request", interrupted)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup has it ignored
     path = tmp_path / "frontier.svg"
     assert main(["plan", *SMALL, *COST, "--frontier", str(path)]) == 0

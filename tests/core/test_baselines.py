@@ -10,8 +10,12 @@ import pytest
 
 from megatron_vshape import Costs, Schedule, ScheduleError, make, peak_held, simulate
 from megatron_vshape.core.check.bounds import lower_bound, min_memory
-from megatron_vshape.core.comparison import compare_baselines
-from megatron_vshape.core.evaluation import evaluate_named, evaluate_schedule, find_schedule
+from megatron_vshape.core.evaluation import (
+    compare_baselines,
+    evaluate_named,
+    evaluate_schedule,
+    find_schedule,
+)
 from megatron_vshape.core.model.pieces import Pieces, recut
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.core.model.stage_costs import StageCosts

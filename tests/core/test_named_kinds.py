@@ -20,7 +20,6 @@ HOMES = {
     "core/model/kinds.py",
     "core/planner/offloading.py",
     "core/planner/vocabulary.py",
-    "runtime/copies.py",
     "runtime/offload.py",
     "mcore/features/vocabulary/__init__.py",
     "mcore/features/vocabulary/step.py",

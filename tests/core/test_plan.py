@@ -9,10 +9,9 @@ from megatron_vshape import Costs, ScheduleError, make, peak_held, plan, simulat
 from megatron_vshape.core import plan as planning
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import MAX_GAP
-from megatron_vshape.core.frontier import frontier, published_schedules
 from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.model.stage_costs import StageCosts
-from megatron_vshape.core.plan import plan_request
+from megatron_vshape.core.plan import frontier, plan_request, published_schedules
 from megatron_vshape.core.planner import search
 from megatron_vshape.core.planner.orders import Candidate, PlacementSearch, Run
 from megatron_vshape.core.request import PlanRequest, PlanResult
@@ -47,7 +46,7 @@ def test_plan_reused_at_a_higher_limit_has_a_bound_of_that_limit(
         result = tight if request.limit == 3 else worse
         return PlanResult.of_plan(result, ())
 
-    monkeypatch.setattr("megatron_vshape.core.frontier.plan_request", answered)
+    monkeypatch.setattr("megatron_vshape.core.plan.plan_request", answered)
     first, second = frontier(PlanRequest(AUTO, 3, 4, costs), (3, 6))
     assert second.plan.schedule is first.plan.schedule
     assert first.plan == tight

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from megatron_vshape import Costs, ScheduleError, peak_held, plan, simulate, verify
 from megatron_vshape.core.check import bounds
 from megatron_vshape.core.evaluated_schedule import EvaluatedSchedule
-from megatron_vshape.core.frontier import frontier
 from megatron_vshape.core.model.kinds import PARTS
 from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import (
@@ -22,6 +21,7 @@ from megatron_vshape.core.model.placement import (
     zigzag,
 )
 from megatron_vshape.core.model.schedule import Objective
+from megatron_vshape.core.plan import frontier
 from megatron_vshape.core.planner import search
 from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.core.schedule_names import AUTO

@@ -21,8 +21,8 @@ from megatron_vshape import (
     verify,
 )
 from megatron_vshape.core.check.bounds import LimitError, fits
-from megatron_vshape.core.comparison import compare_baselines
 from megatron_vshape.core.evaluated_schedule import EvaluatedSchedule
+from megatron_vshape.core.evaluation import compare_baselines
 from megatron_vshape.core.model.costs import with_copies
 from megatron_vshape.core.model.kinds import (
     COPY_OUT,

@@ -27,6 +27,7 @@ from megatron_vshape.cli.main import main
 from megatron_vshape.core import plan as planning
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.evaluation import evaluate_schedule
+from megatron_vshape.core.model.amounts import GIB
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.pieces import Pieces, recut, regroup
@@ -35,7 +36,7 @@ from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.planner import search
 from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.mcore.options import Options
-from megatron_vshape.mcore.setup.choice import GIB, resolve_schedule
+from megatron_vshape.mcore.setup.choice import resolve_schedule
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.run_config import ScheduleChoice
 from megatron_vshape.tuning.configurations import ADAPTIVE, Configuration

@@ -18,8 +18,7 @@ from megatron_vshape.mcore.layout.shared_vocabulary import SharedEnds
 from megatron_vshape.mcore.layout.sizes import option_reader, sizes_of
 from megatron_vshape.mcore.layout.stage_map import split_layers
 from megatron_vshape.mcore.setup.configure import pipeline_from_args
-from megatron_vshape.mcore.setup.planned_step import PlannedStep
-from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.plans import PlannedStep, Planner
 from megatron_vshape.mcore.setup.run_config import ScheduleChoice
 from megatron_vshape.mcore.setup.translate import translate
 

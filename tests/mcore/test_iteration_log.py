@@ -11,8 +11,8 @@ from mcore.parity import Scalars, logged_scalars
 
 from megatron_vshape.mcore.hooks.session import Session
 from megatron_vshape.mcore.observe import iteration_log
-from megatron_vshape.mcore.observe.bubble import BubbleMeter, Figures
 from megatron_vshape.mcore.observe.iteration_log import IterationLog
+from megatron_vshape.mcore.observe.profiling import BubbleMeter, Figures
 from megatron_vshape.runtime.measure import PassTimer
 
 OURS = {"bubble", "predicted-bubble"}

@@ -11,15 +11,16 @@ from mcore.test_memory import memory_figures
 from offloaded import choose_all, choose_every_third, with_offloads
 
 from megatron_vshape.core.check.simulate import HOST_BLOCKS, peak_moved
+from megatron_vshape.core.model.amounts import GIB
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.mcore.features.offload import check_offloading
 from megatron_vshape.mcore.options import MEGATRONS_OWN, Options
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.setup.choice import GIB, resolve_schedule
+from megatron_vshape.mcore.setup.choice import resolve_schedule
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.runtime.copies import Copies, costs_with_copies
+from megatron_vshape.runtime.offload import Copies, costs_with_copies
 
 STEPS = ("--clip-grad", "0", "--train-iters", "3", "--eval-interval", "2", "--eval-iters", "1")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vshape.cli.main import main
+from megatron_vshape.core.model.amounts import GIB
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import VOCABULARY, ScheduleError
 from megatron_vshape.core.model.schedule import Objective, load_schedule
@@ -14,7 +15,6 @@ from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner import search
 from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.core.schedule_names import AUTO, PLUS_NAMES
-from megatron_vshape.mcore.setup.choice import GIB
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.run_config import ScheduleChoice
 from megatron_vshape.tuning.configurations import NONE, Configuration, Layout, SweepError

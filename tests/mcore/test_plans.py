@@ -8,6 +8,7 @@ from mcore.other_trainer import DeferredConfig
 from megatron_vshape.core.check import simulate
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.evaluation import find_schedule
+from megatron_vshape.core.model.amounts import GIB
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import VOCABULARY, Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
@@ -19,7 +20,7 @@ from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.mcore.observe.report import opening_lines
 from megatron_vshape.mcore.options import Options, options_from
-from megatron_vshape.mcore.setup.choice import GIB, resolve_schedule
+from megatron_vshape.mcore.setup.choice import resolve_schedule
 from megatron_vshape.mcore.setup.configure import pipeline_from_config
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.run_config import ScheduleChoice

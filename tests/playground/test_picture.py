@@ -11,8 +11,7 @@ from megatron_vshape.core.check.simulate import held_curve, peak_held, simulate
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.paper.catalogue import NAMES, make
-from megatron_vshape.playground.picture import KINDS, Picture, encode
-from megatron_vshape.playground.steps import step_pictures
+from megatron_vshape.playground.picture import KINDS, Picture, encode, step_pictures
 
 TIMES = st.floats(0.125, 8)
 

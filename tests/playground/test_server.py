@@ -17,7 +17,7 @@ from megatron_vshape.core.paper.catalogue import EVERY_NAME
 from megatron_vshape.core.schedule_names import PLUS_NAMES
 from megatron_vshape.playground.html import static_files
 from megatron_vshape.playground.request import parse_request
-from megatron_vshape.playground.worker_pool import Pool
+from megatron_vshape.playground.worker import Pool
 
 guard = pytest.importorskip(
     "megatron_vshape.playground.security", reason="the extra `playground` is not installed"

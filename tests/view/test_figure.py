@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vshape import Costs, Schedule, ScheduleError, Timeline, make, simulate
+from megatron_vshape.core.model.amounts import GIB
 from megatron_vshape.core.paper.blocks import BuildingBlock
 from megatron_vshape.core.paper.catalogue import NAMES, make_block
 from megatron_vshape.view.figure import (
@@ -17,7 +18,7 @@ from megatron_vshape.view.figure import (
     save,
     schedule_figure,
 )
-from megatron_vshape.view.rank_memory import CATEGORIES, GIB, memory_figure
+from megatron_vshape.view.rank_memory import CATEGORIES, memory_figure
 
 pytest.importorskip("matplotlib", reason="figures need the extra [draw]")
 

@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+GIB = 2.0**30
+"""Bytes in a GiB."""
+
 
 class Measure(StrEnum):
     """Kind of an amount; it decides how the amount scales and adds up."""

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
 from megatron_vshape.figures import write_figures
-from megatron_vshape.mcore.observe.bubble import BubbleMeter, Figures
+from megatron_vshape.mcore.observe.profiling import BubbleMeter, Figures
 
 # The printed line is the only place where Megatron exposes its step time.
 _STEP_TIME = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+) \|")

@@ -15,15 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vshape.core.compiling import processors
-from megatron_vshape.core.model.amounts import Amount
+from megatron_vshape.core.model.amounts import GIB, Amount
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import COPY_OUT, LOGITS, ScheduleError
 from megatron_vshape.core.schedule_names import AUTO
 from megatron_vshape.figures import write_figures
-from megatron_vshape.mcore.setup.choice import GIB
 from megatron_vshape.mcore.setup.features import features
-from megatron_vshape.mcore.setup.planned_step import PlannedStep
-from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.plans import PlannedStep, Planner
 from megatron_vshape.mcore.setup.run_config import RunConfig
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime import nccl

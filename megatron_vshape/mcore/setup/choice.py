@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_vshape.core.evaluation import evaluate_named, find_schedule
+from megatron_vshape.core.model.amounts import GIB
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.model.schedule import Schedule
@@ -31,8 +32,6 @@ from megatron_vshape.mcore.refusals import BATCH_SIZES
 from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.run_config import ScheduleChoice, Settings
 from megatron_vshape.mcore.setup.translate import Translated, translate
-
-GIB = 2.0**30
 
 MOST_CHUNKS = 12
 """Maximum number of chunks per rank of auto, and of the schedules of Megatron that it tries."""

@@ -12,14 +12,16 @@ from enum import StrEnum
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_vshape.mcore import features as home
 from megatron_vshape.mcore.hook import Hook
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import Refusal, check_refusals
-from megatron_vshape.mcore.setup.planned_step import PlannedStep
 from megatron_vshape.mcore.setup.run_config import RunConfig, ScheduleChoice, Settings
+
+if TYPE_CHECKING:  # plans import torch
+    from megatron_vshape.mcore.setup.plans import PlannedStep
 
 
 class Maturity(StrEnum):

@@ -12,21 +12,21 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from megatron_vshape.core.check.bounds import fits, min_memory
-from megatron_vshape.core.check.simulate import peak_held, simulate
+from megatron_vshape.core.check.simulate import peak_held, peak_shared, simulate
 from megatron_vshape.core.evaluation import evaluate_named, limits_of
-from megatron_vshape.core.model.amounts import STATE_BYTES
-from megatron_vshape.core.model.costs import Costs, with_copies_of
+from megatron_vshape.core.model.amounts import GIB, STATE_BYTES
+from megatron_vshape.core.model.costs import Costs, chunk_of, with_copies_of
 from megatron_vshape.core.model.kinds import Kind, ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.pieces import recut
 from megatron_vshape.core.model.placement import Placement, stages_of
-from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.model.schedule import Schedule, Timeline
 from megatron_vshape.core.plan import plan_request
 from megatron_vshape.core.planner.vocabulary import (
     PENDING_LOGITS,
@@ -48,9 +48,7 @@ from megatron_vshape.core.program.lowering import (
 )
 from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.core.schedule_names import AUTO, baselines_of
-from megatron_vshape.mcore.setup.choice import GIB
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
-from megatron_vshape.mcore.setup.planned_step import PlannedStep
 from megatron_vshape.mcore.setup.run_config import ScheduleChoice
 
 logger = logging.getLogger(__name__)
@@ -60,6 +58,57 @@ START = "v-half"
 
 MESSAGES = 9
 """Assumed P2P messages in memory per rank, until a plan defines the number."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A planned training step with its predictions."""
+
+    schedule: Schedule  # before `lower` fuses adjacent B and W
+    timeline: Timeline  # in us with costs, else in passes of one of 2 * devices stages
+    program: Program
+    costs: Costs | None = None  # the costs of the timeline; None: all passes are equal
+    wgrad_overlaps: Mapping[Pass, DeferredWgradOverlap] = field(
+        default_factory=dict
+    )  # B -> W jobs it overlaps with
+
+    @property
+    def peak_chunks(self) -> float:
+        """Return the highest activation peak in chunks of 1 / (2 * devices) of the model."""
+        if self.costs is None:
+            return max(peak_held(self.schedule))
+        peak = max(peak_held(self.schedule, self.costs.of_activations()))
+        return peak / chunk_of(self.costs, len(self.schedule.order))
+
+    @property
+    def peak_messages(self) -> int:
+        """Return the maximum number of P2P messages in memory on any device."""
+        return max(map(self.program.peak_messages, range(self.schedule.num_devices)))
+
+    @property
+    def relative_peak(self) -> float:
+        """Return the largest peak relative to 1F1B with one microbatch per rank.
+
+        If the stages of the costs cannot be combined to those of 1F1B, all stages count as equal.
+        """
+        ranks = self.schedule.num_devices
+        try:
+            (peak_of_1f1b, *_) = limits_of(PlanRequest(AUTO, ranks, ranks, self.costs))
+        except ScheduleError:
+            return self.peak_chunks / (2 * ranks)
+        return max(peak_held(self.schedule, self.costs)) / peak_of_1f1b
+
+    def peak_bytes(
+        self, costs: Costs, shared: Mapping[int, tuple[float, float]] | None = None
+    ) -> tuple[float, ...]:
+        """Return the peak activation memory of every device for stages with the bytes of `costs`.
+
+        `shared` has, per stage, the bytes that the passes of a microbatch share and those of their
+        gradients.
+        """
+        if not shared:
+            return peak_held(self.program.schedule, costs)
+        return peak_shared(self.program.schedule, costs, shared)
 
 
 class Planner:

@@ -1,4 +1,4 @@
-"""The configuration of a run: the chosen schedule, and the pipeline that runs it.
+"""The configuration of a run: the chosen schedule, its slices, and the pipeline that runs it.
 
 This module imports neither torch nor Megatron, so that recipes can be checked without them.
 """
@@ -6,6 +6,7 @@ This module imports neither torch nor Megatron, so that recipes can be checked w
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.core.schedule_names import AUTO, PLUS_NAMES
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.options import Options
+from megatron_vshape.mcore.refusals import UnsupportedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +131,29 @@ class RunConfig:
         """Return whether a rank's chunk is the model's first stage, and whether it is the last."""
         stage = self.stage_map.stage(rank, chunk)
         return stage == 0, stage == self.stage_map.last_stage
+
+
+def even_slices(counts: Iterable[int], length: int | None, options: Any) -> tuple[int, ...]:
+    """Return those of the numbers of slices into which `length` tokens divide evenly."""
+    unit = _length_unit(options)
+    return tuple(count for count in counts if count == 1 or not (length or 0) % (count * unit))
+
+
+def _length_unit(options: Any) -> int:
+    """Return the number of tokens that must divide the length of a slice."""
+    parts: int = getattr(options, "tensor_model_parallel_size", 1)
+    return parts if getattr(options, "sequence_parallel", False) else 1
+
+
+def check_sequence(slices: int, length: int | None, options: Any) -> None:
+    """Raise UnsupportedError unless `length` tokens are divisible into equal slices."""
+    unit = _length_unit(options)
+    if length is None or even_slices([slices], length, options):
+        return
+    valid_counts = [count for count in range(1, length // unit + 1) if not length % (count * unit)]
+    nearest = min(valid_counts, key=lambda count: abs(count - slices)) if valid_counts else 1
+    multiple = f", each a multiple of {unit} tensor-parallel ranks" if unit > 1 else ""
+    raise UnsupportedError(
+        f"--pipeline-slices {slices} does not divide {length} tokens into equal "
+        f"slices{multiple}. Use --pipeline-slices {nearest}"
+    )

@@ -21,8 +21,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import Program
 from megatron_vshape.core.program.lowering import DeferredWgradOverlap
-from megatron_vshape.mcore.observe.bubble import BubbleMeter, Logs
-from megatron_vshape.mcore.observe.profiling import Profiler
+from megatron_vshape.mcore.observe.profiling import BubbleMeter, Logs, Profiler
 from megatron_vshape.mcore.observe.report import RunReport
 from megatron_vshape.mcore.refusals import (
     UnsupportedError,
@@ -33,8 +32,7 @@ from megatron_vshape.mcore.refusals import (
 )
 from megatron_vshape.mcore.setup.features import feature_modules
 from megatron_vshape.mcore.setup.plans import Agreement, Planner
-from megatron_vshape.mcore.setup.run_config import RunConfig
-from megatron_vshape.mcore.setup.slices import check_sequence, even_slices
+from megatron_vshape.mcore.setup.run_config import RunConfig, check_sequence, even_slices
 from megatron_vshape.mcore.step.first_step import FirstStep
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.step.losses import LossGatherer, checked_late

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_vshape.core.check.bounds import fits
 from megatron_vshape.core.check.simulate import peak_moved, usable_host_bytes
+from megatron_vshape.core.model.amounts import GIB
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.schedule_names import AUTO
 from megatron_vshape.mcore.layout.shared_vocabulary import FLAG
@@ -17,12 +18,12 @@ from megatron_vshape.mcore.setup.features import Feature, Maturity, Support
 from megatron_vshape.mcore.setup.run_config import Settings
 
 if TYPE_CHECKING:
-    from megatron_vshape.mcore.setup.planned_step import PlannedStep
+    from megatron_vshape.mcore.setup.plans import PlannedStep
     from megatron_vshape.mcore.setup.run_config import RunConfig, ScheduleChoice
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.stage import StepFeature
 
-GIB, NAME = 2.0**30, "offload"
+NAME = "offload"
 
 
 class OffloadFeature(Feature):

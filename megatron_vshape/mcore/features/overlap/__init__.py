@@ -24,7 +24,7 @@ from megatron_vshape.mcore.setup.features import Feature, Support
 from megatron_vshape.mcore.setup.run_config import Settings
 
 if TYPE_CHECKING:
-    from megatron_vshape.mcore.setup.planned_step import PlannedStep
+    from megatron_vshape.mcore.setup.plans import PlannedStep
     from megatron_vshape.mcore.setup.run_config import RunConfig, ScheduleChoice
     from megatron_vshape.mcore.step.forward_backward import PipelineRunner
     from megatron_vshape.mcore.step.stage import StepFeature

@@ -30,8 +30,7 @@ from megatron_vshape.mcore.refusals import (
     parts_of,
 )
 from megatron_vshape.mcore.setup.features import Feature, Support, features
-from megatron_vshape.mcore.setup.run_config import Settings
-from megatron_vshape.mcore.setup.slices import check_sequence, even_slices
+from megatron_vshape.mcore.setup.run_config import Settings, check_sequence, even_slices
 
 if TYPE_CHECKING:
     from megatron_vshape.mcore.setup.run_config import RunConfig, ScheduleChoice

@@ -23,7 +23,7 @@ from megatron_vshape.core.variable_length import (
     reorder_microbatches,
 )
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
-from megatron_vshape.mcore.setup.planned_step import PlannedStep
+from megatron_vshape.mcore.setup.plans import PlannedStep
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 from megatron_vshape.mcore.step.stage import StepData, StepFeature, TrainerCall
 from megatron_vshape.runtime.failures import cause_of_others
