@@ -69,15 +69,14 @@ def refusing_together() -> Iterator[None]:
     All ranks of the world call this together. The context must not communicate, because a rank
     whose check fails leaves early.
     """
-    import torch.distributed as dist
+    from megatron_vshape.runtime.hosts import gather_objects
 
     local_error: str | None = None
     try:
         yield
     except (ScheduleError, UnsupportedError) as error:
         local_error = str(error)
-    everyones: list[str | None] = [local_error] * dist.get_world_size()
-    dist.all_gather_object(everyones, local_error)
+    everyones = gather_objects(local_error)
     for rank, fault in enumerate(everyones):
         if fault is not None:
             where = "" if fault == everyones[0] else f"on rank {rank}: "
@@ -176,10 +175,6 @@ def _verified(options: Any) -> bool:
 def _saves_by_rank(options: Any) -> bool:
     uses_files = any(getattr(options, name, None) for name in ("save", "load"))
     return uses_files and getattr(options, "ckpt_format", None) == "torch"
-
-
-def _has_mamba(options: Any) -> bool:
-    return "M" in (getattr(options, "hybrid_layer_pattern", None) or "")
 
 
 def _captures_experts(options: Any) -> bool:
@@ -395,7 +390,7 @@ REFUSALS: Mapping[By, tuple[Refusal, ...]] = {
             _UNVERIFIED,
             "Mamba layers",
             fix="No option captures them separately",
-            holds=_has_mamba,
+            is_set=lambda pattern: "M" in (pattern or ""),
         ),
         Refusal(
             "num_experts",

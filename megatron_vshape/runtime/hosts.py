@@ -4,6 +4,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -16,6 +17,16 @@ _LAUNCHERS = (
 )
 _SLURM = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
 _REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # as in 8(x2),4: of three nodes
+
+
+_Value = TypeVar("_Value")
+
+
+def gather_objects(value: _Value, group: dist.ProcessGroup | None = None) -> list[_Value]:
+    """Return the values of all ranks of a group, by rank; None: of the world. Collective."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def has_peers() -> bool:
@@ -35,10 +46,9 @@ def ranks_of_this_host() -> int:
     counts the ranks with the same host name.
     """
     name = socket.gethostname()
-    everyones = [name] * dist.get_world_size()
-    dist.all_gather_object(everyones, name)
+    num_equal = gather_objects(name).count(name)
     # SLURM's number may be that of the allocation, in which other processes may run.
-    return _by_launcher(os.environ) or max(_by_slurm(os.environ) or 1, everyones.count(name))
+    return _by_launcher(os.environ) or max(_by_slurm(os.environ) or 1, num_equal)
 
 
 def _by_launcher(environ: Mapping[str, str]) -> int | None:

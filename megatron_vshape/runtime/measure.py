@@ -22,6 +22,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule, Slot, Timeline
 from megatron_vshape.core.model.stage_costs import StageCosts, stages_of_parts
 from megatron_vshape.core.program.instructions import Message, Program, Send
+from megatron_vshape.runtime.hosts import gather_objects
 from megatron_vshape.runtime.program_runner import Carrier
 
 US = 1e6
@@ -352,8 +353,7 @@ def clocks_ahead_us(
                 trip_stamps.append(_arrived_us(mail.wait(there)))
                 mail.send(back, tensor)
     mail.drain()
-    everyones: list[dict[tuple[int, int], list[float]]] = [{}] * group.size()
-    dist.all_gather_object(everyones, stamps, group=group)
+    everyones = gather_objects(stamps, group)
     return _ahead_of_first(everyones)
 
 
@@ -407,6 +407,4 @@ def _round_trips(program: Program) -> list[tuple[Message, Message]]:
 
 def gather_slots(local_slots: Sequence[Slot], group: "dist.ProcessGroup") -> list[list[Slot]]:
     """Gather the slots of every pipeline rank, on all ranks; collective over `group`."""
-    rows: list[list[Slot]] = [[]] * group.size()
-    dist.all_gather_object(rows, list(local_slots), group=group)
-    return rows
+    return gather_objects(list(local_slots), group)

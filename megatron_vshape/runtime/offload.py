@@ -34,7 +34,6 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -54,6 +53,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.runtime.activation_tracker import nodes_behind, saved_by
 from megatron_vshape.runtime.graph_memory import Segments
 from megatron_vshape.runtime.host_memory import HostMemory, Moment
+from megatron_vshape.runtime.hosts import gather_objects
 from megatron_vshape.runtime.program_runner import Handler, on_stream_of
 from megatron_vshape.runtime.weight_jobs import is_plain, plain_tensors
 
@@ -420,23 +420,12 @@ def with_copies(costs: Costs, bytes_by_stage: Mapping[int, int], device: torch.d
     """
     local_copies = measure_copies(device, max(bytes_by_stage.values()))
     copies_by_stage = {stage: local_copies.of(size) for stage, size in bytes_by_stage.items()}
-    everyones = [copies_by_stage] * dist.get_world_size()
-    dist.all_gather_object(everyones, copies_by_stage)
-    median_copies = [
-        Copies(
-            *map(
-                median,
-                zip(
-                    *(rank_copies[stage] for rank_copies in everyones if stage in rank_copies),
-                    strict=True,
-                ),
-            )
-        )
-        for stage in range(costs.num_stages)
-    ]
-    return costs_with_copies(
-        costs, median_copies, f"{MEASURED} on {dist.get_world_size()} ranks at once"
-    )
+    everyones = gather_objects(copies_by_stage)
+    median_copies = []
+    for stage in range(costs.num_stages):
+        rows = (rank_copies[stage] for rank_copies in everyones if stage in rank_copies)
+        median_copies.append(Copies(*map(median, zip(*rows, strict=True))))
+    return costs_with_copies(costs, median_copies, f"{MEASURED} on {len(everyones)} ranks at once")
 
 
 def measure_copies(device: torch.device, num_bytes: int, rounds: int = 5) -> Copies:

@@ -15,7 +15,6 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from megatron_vshape.mcore.frameworks import Framework
 from megatron_vshape.mcore.hook import Session
 from megatron_vshape.mcore.layout.built_layers import has_experts
 from megatron_vshape.mcore.layout.stage_map import StageMap
+from megatron_vshape.runtime.hosts import gather_objects
 
 GATHER_PARAMETERS = ("local_layers_router_map", "tf_config")
 """First parameters of verl's and ROLL's `pp_gather`."""
@@ -64,8 +64,7 @@ def gathered(local_tensor: Tensor, config: Any, stage_map: StageMap) -> Tensor:
     chunk.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
-    everyones: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyones, local_tensor.cpu(), group=group)
+    everyones = gather_objects(local_tensor.cpu(), group)
     counts = moe_layers_of_stages(config, stage_map.layers)
     by_stage: dict[int, Tensor] = {}
     for rank, rank_tensor in enumerate(everyones):

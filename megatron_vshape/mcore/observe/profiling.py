@@ -15,7 +15,6 @@ from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +38,7 @@ from megatron_vshape.mcore.observe.report import (
 from megatron_vshape.mcore.refusals import refusing
 from megatron_vshape.mcore.setup.plans import PlannedStep, Planner
 from megatron_vshape.mcore.setup.run_config import RunConfig
+from megatron_vshape.runtime.hosts import gather_objects
 from megatron_vshape.runtime.measure import (
     Held,
     PassTimer,
@@ -329,8 +329,7 @@ class Profiler:
     ) -> Costs:
         """Return the median of the costs that all pipelines of the world have measured."""
         local_measurements = (send_us, dict(activation_memory), self.report.allocated)
-        measurements: list[Any] = [local_measurements] * group.size()
-        dist.all_gather_object(measurements, local_measurements, group=group)
+        measurements = gather_objects(local_measurements, group)
         sends_us = [time_us for time_us, _, _ in measurements if time_us is not None]
         memory_by_stage = {
             stage: pair for _, rank_memory, _ in measurements for stage, pair in rank_memory.items()
@@ -348,8 +347,7 @@ class Profiler:
         costs = with_allocated(costs, [allocated for _, _, allocated in measurements])
         # Replicas must plan the same schedule, because different ones would reduce gradients in
         # different orders.
-        costs_of_ranks = [costs] * dist.get_world_size()
-        dist.all_gather_object(costs_of_ranks, costs)
+        costs_of_ranks = gather_objects(costs)
         source = _source(
             f"{MEASURED} in training on {len(costs_of_ranks)} ranks", self.report, steps[0]
         )

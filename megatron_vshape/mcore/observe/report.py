@@ -26,7 +26,7 @@ from megatron_vshape.mcore.setup.run_config import RunConfig
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime import nccl
 from megatron_vshape.runtime.activation_tracker import ActivationTracker
-from megatron_vshape.runtime.hosts import ranks_in_environment
+from megatron_vshape.runtime.hosts import gather_objects, ranks_in_environment
 from megatron_vshape.runtime.weight_jobs import plain_tensors
 from megatron_vshape.view.numbers import peak_lines
 
@@ -64,9 +64,7 @@ class Memory(NamedTuple):
     peak_bytes: int
     held: dict[int, tuple[float, float]]  # per stage and microbatch: bytes after F, after B
     within_passes: int  # peak bytes that passes allocate and free; 0 without a GPU
-    moved: Mapping[
-        int, int
-    ] = {}  # per stage: bytes of a microbatch that can be moved off the device
+    moved: Mapping[int, int] = {}  # per stage: bytes of a microbatch that can leave the device
     external_memory: Mapping[str, int] = {}  # size in bytes by the name of the memory
     # Bytes of a microbatch that passes of features allocate, by the name of the amount in costs.
     allocated: Mapping[Amount, float] = {}
@@ -112,9 +110,8 @@ class RunReport:
     name: str
     stages: Sequence[int]  # stages of this rank
     plan_of: _PlanOf  # predicts the memory for a number of microbatches
-    external_memory: _ExternalMemory | None = (
-        None  # set once activations may be moved off the device
-    )
+    # Set once activations may be moved off the device.
+    external_memory: _ExternalMemory | None = None
     _plan: PlannedStep | None = None  # plan of the step in which memory was measured
     _memory: Memory | None = None
     _started_s: float | None = None
@@ -231,7 +228,7 @@ class RunReport:
             else {external_memory.name: external_memory.nbytes},
             allocated_bytes=torch.cuda.max_memory_allocated(),
         )
-        memories = _gather(local_memory, pipeline_group)
+        memories = gather_objects(local_memory, pipeline_group)
         speed = "throughput unknown (too few steps)"
         if self._step_s:
             speed = f"{self._tokens * copies / self.step_s:,.0f} tokens/s"
@@ -263,18 +260,12 @@ def write_allocated(peak_bytes: int, pipeline_group: dist.ProcessGroup) -> None:
 
     All ranks of the run call this.
     """
-    _write_allocated(_gather(peak_bytes, pipeline_group))
+    _write_allocated(gather_objects(peak_bytes, pipeline_group))
 
 
 def _write_allocated(allocated: Sequence[int]) -> None:
     if any(allocated) and dist.get_rank() == 0:
         write_figures(allocated_bytes=allocated)
-
-
-def _gather(value: T, group: dist.ProcessGroup) -> list[T]:
-    values = [value] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def closing_table(checked: Checked, step_us: float, peak_bytes: Sequence[float]) -> str:
@@ -515,9 +506,7 @@ def max_of_replicas(
     All ranks of the world call this and get the same result. Replicas may differ, for example if an
     optimizer shards by layer, and each would then plan a different schedule.
     """
-    pipeline_rank = pipeline_group.rank()
-    memories = [(pipeline_rank, local_memory)] * dist.get_world_size()
-    dist.all_gather_object(memories, (pipeline_rank, local_memory))
+    memories = gather_objects((pipeline_group.rank(), local_memory))
     return [
         max((memory for memory_rank, memory in memories if memory_rank == rank), key=size)
         for rank in range(pipeline_group.size())

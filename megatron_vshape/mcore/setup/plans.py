@@ -50,6 +50,7 @@ from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.core.schedule_names import AUTO, baselines_of
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.run_config import ScheduleChoice
+from megatron_vshape.runtime.hosts import gather_objects
 
 logger = logging.getLogger(__name__)
 
@@ -540,8 +541,7 @@ class Agreement:
         )
         records = {dist.get_rank(): record_of_rank}
         for group in groups:
-            parts = [records] * dist.get_world_size(group)
-            dist.all_gather_object(parts, records, group=group)
+            parts = gather_objects(records, group)
             records = {rank: record for part in parts for rank, record in part.items()}
         _check_records(records)
         keep(self._agreed, schedule.num_microbatches, program)

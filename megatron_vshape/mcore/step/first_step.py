@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megatron_vshape.mcore.refusals import UnsupportedError, refusing
 from megatron_vshape.mcore.step.stage import StepContext, StepFeature, StepHook
 from megatron_vshape.mcore.step_state import unwrapped
+from megatron_vshape.runtime.hosts import gather_objects
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,7 @@ class FirstStep(StepFeature):
         look, self._look, self._is_over = self._look, None, True
         if look is not None:
             look.close()
-            everyones: list[list[_StageFindings]] = [[]] * look.group.size()
-            dist.all_gather_object(everyones, look.found(), group=look.group)
+            everyones = gather_objects(look.found(), look.group)
             stages = [finding for findings in everyones for finding in findings]
             with refusing():
                 check_packed(stages)

@@ -59,7 +59,7 @@ from megatron_vshape.runtime.failures import (
     publish_cause_at_exit,
     publishing_cause,
 )
-from megatron_vshape.runtime.hosts import ranks_of_this_host
+from megatron_vshape.runtime.hosts import gather_objects, ranks_of_this_host
 from megatron_vshape.runtime.p2p import Transport, TransportError
 from megatron_vshape.runtime.program_runner import Observer, Place, ProgramRun
 from megatron_vshape.runtime.variable_p2p import VariableTransport
@@ -100,10 +100,7 @@ class PipelineRunner:
         # Every feature is called; most return a StepFeature that does nothing unless the schedule
         # or the options use it.
         step_features = (module.in_steps(self) for module in feature_modules())
-        self._step_features = [
-            *(step_feature for step_feature in step_features if step_feature is not None),
-            FirstStep(),
-        ]
+        self._step_features = [*filter(None, step_features), FirstStep()]
 
     def __call__(
         self, *, adjust_tensor_shapes_fn: Any = None, p2p_communicator: Any = None, **arguments: Any
@@ -113,12 +110,17 @@ class PipelineRunner:
         The parameters are those of Megatron's function. The reports are returned on the last
         pipeline rank, where the trainer reads them, and on the rank of the last stage.
         """
-        with refusing():
-            _check_shapes(self.pipeline.choice.name, adjust_tensor_shapes_fn)
         # Megatron calls by keyword. A parameter that a later release adds fails here, by its name.
-        call = TrainerCall(**arguments)
+        call, schedule = TrainerCall(**arguments), self.pipeline.choice.name
         with refusing():
-            check_one_module(self.pipeline.choice.name, p2p_communicator, call.pg_collection)
+            if adjust_tensor_shapes_fn is not None:
+                raise UnsupportedError(
+                    f"--pipeline-schedule {schedule} does not support adjust_tensor_shapes_fn: a "
+                    "message between stages is one tensor [s, b, h], with the sizes of the model's "
+                    "config. Call the schedule without adjust_tensor_shapes_fn, or remove "
+                    "--pipeline-schedule"
+                )
+            check_one_module(schedule, p2p_communicator, call.pg_collection)
         # In every step: scripts and libraries change the config after all checks of arguments.
         check_config(call.config)
         # If this rank fails, its error is sent to the ranks that wait for it, so that they report
@@ -156,14 +158,7 @@ class PipelineRunner:
 
     def step_feature(self, kind: type[Used]) -> Used | None:
         """Return the step feature of this type, or None if the run does not use it."""
-        return next(
-            (
-                step_feature
-                for step_feature in self._step_features
-                if isinstance(step_feature, kind)
-            ),
-            None,
-        )
+        return next((part for part in self._step_features if isinstance(part, kind)), None)
 
     @property
     def observes_next(self) -> bool:
@@ -454,16 +449,6 @@ class PipelineRunner:
         finalize(context.chunks, context.num_tokens, **options)
 
 
-def _check_shapes(schedule: str, adjust_tensor_shapes_fn: Any) -> None:
-    """Raise UnsupportedError if the trainer would change the shapes of messages."""
-    if adjust_tensor_shapes_fn is not None:
-        raise UnsupportedError(
-            f"--pipeline-schedule {schedule} does not support adjust_tensor_shapes_fn: a message "
-            "between stages is one tensor [s, b, h], with the sizes of the model's config. Call "
-            "the schedule without adjust_tensor_shapes_fn, or remove --pipeline-schedule"
-        )
-
-
 def _stages(context: StepContext, stage_type: type[MegatronStage]) -> Mapping[int, MegatronStage]:
     """Return the objects that run the passes of this rank's chunks, by stage."""
     stage_map = context.pipeline.stage_map
@@ -544,15 +529,10 @@ def _num_streams(config: Any) -> int:
 def _check_captured(captured: Program | None, program: Program) -> None:
     """Raise ScheduleError if CUDA graphs were captured for another program."""
     if captured is not None and captured is not program:
-        captured_number, number = (
-            captured.schedule.num_microbatches,
-            program.schedule.num_microbatches,
-        )
         raise ScheduleError(
-            f"CUDA graphs were captured for the passes of {captured_number} microbatches in one "
-            "order, and a "
-            f"step of {number} would run in another: keep the batch size, or train without CUDA "
-            "graphs"
+            f"CUDA graphs were captured for the passes of {captured.schedule.num_microbatches} "
+            f"microbatches in one order, and a step of {program.schedule.num_microbatches} would "
+            "run in another: keep the batch size, or train without CUDA graphs"
         )
 
 
@@ -582,10 +562,8 @@ def _release_inputs(chunks: Sequence[nn.Module]) -> None:
 def _all_pipelines(pipeline_group: dist.ProcessGroup) -> list[list[int]]:
     """Return the ranks of every pipeline of the world, in the same order on every rank."""
     # Every rank has to take part in the creation of every process group, so it needs them all.
-    local_ranks = dist.get_process_group_ranks(pipeline_group)
-    everyones: list[list[int]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyones, local_ranks)
-    return [list(ranks) for ranks in sorted(set(map(tuple, everyones)))]
+    everyones = gather_objects(tuple(dist.get_process_group_ranks(pipeline_group)))
+    return [list(ranks) for ranks in sorted(set(everyones))]
 
 
 def _default_groups() -> ProcessGroupCollection:

@@ -53,6 +53,7 @@ from torch import Tensor
 from megatron_vshape.mcore.features.post_validation.rollback import Backup
 from megatron_vshape.mcore.hook import Replaced
 from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.runtime.hosts import gather_objects
 
 _STEPS_BEFORE_PREDICTION = 2
 """Consecutive steps without clipping or skipping before the next step is predicted to need none.
@@ -289,8 +290,7 @@ def check_optimizer(optimizer: Any) -> None:
         local_name = type(optimizer).__name__
     elif not list(_active_optimizers(optimizer)):
         local_name = "an optimizer without parameters"
-    names = [""] * dist.get_world_size()
-    dist.all_gather_object(names, local_name)
+    names = gather_objects(local_name)
     for rank, name in enumerate(names):
         if name:
             supported = ", ".join(

@@ -27,6 +27,7 @@ from megatron_vshape.mcore.setup.plans import PlannedStep
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
 from megatron_vshape.mcore.step.stage import StepData, StepFeature, TrainerCall
 from megatron_vshape.runtime.failures import cause_of_others
+from megatron_vshape.runtime.hosts import gather_objects
 from megatron_vshape.runtime.p2p import TransportError
 
 logger = logging.getLogger(__name__)
@@ -347,11 +348,10 @@ def _has_dropout(chunks: Sequence[nn.Module], group: Any) -> bool:
     """
     modules = (module for chunk in chunks for module in chunk.modules())
     is_active = any(isinstance(module, _DropoutNd) and module.p > 0 for module in modules)
-    active_ranks = [is_active] * group.size()
-    dist.all_gather_object(active_ranks, is_active, group=group)
-    if any(active_ranks) and dist.get_rank() == 0:
+    is_active_anywhere = any(gather_objects(is_active, group))
+    if is_active_anywhere and dist.get_rank() == 0:
         logger.info("microbatches keep their order: the model has an active Dropout module")
-    return any(active_ranks)
+    return is_active_anywhere
 
 
 def may_reorder(config: Any) -> bool:

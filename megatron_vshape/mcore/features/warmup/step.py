@@ -23,6 +23,7 @@ from megatron_vshape.mcore.step.losses import LateChecks
 from megatron_vshape.mcore.step.microbatches import iterators_by_chunk
 from megatron_vshape.mcore.step.rewind import Replay, finish_gathering
 from megatron_vshape.mcore.step.stage import StepFeature, StepRequest, TrainerCall
+from megatron_vshape.runtime.hosts import gather_objects
 from megatron_vshape.runtime.program_runner import Place
 
 logger = logging.getLogger(__name__)
@@ -65,8 +66,7 @@ class Warmup(StepFeature):
         trial.transport.warm_up()
         group = trial.groups.pp
         slowest = max((seconds, stage) for stage, seconds in observer.seconds.items())
-        results = [(time.monotonic() - start, slowest)] * group.size()
-        dist.all_gather_object(results, results[0], group=group)
+        results = gather_objects((time.monotonic() - start, slowest), group)
         if dist.get_rank() == 0:
             ranks = " ".join(f"{seconds:.1f}" for seconds, _ in results)
             seconds, stage = max(slowest for _, slowest in results)
