@@ -53,6 +53,16 @@ def find_schedule(name: str, names: Sequence[str] = (*SCHEDULE_NAMES, AUTO)) -> 
     return schedule
 
 
+def check_sizes(schedule: Schedule, name: str, num_devices: int, num_microbatches: int) -> None:
+    """Raise ScheduleError if the schedule with this name or file is for other sizes."""
+    devices, microbatches = schedule.num_devices, schedule.unsliced_microbatches
+    if (devices, microbatches) != (num_devices, num_microbatches):
+        raise ScheduleError(
+            f"{name} is for {devices} devices and {microbatches} microbatches, not for "
+            f"{num_devices} and {num_microbatches}"
+        )
+
+
 def evaluate_schedule(
     schedule: Schedule,
     costs: Costs,
@@ -81,12 +91,7 @@ def evaluate_named(name: str | BaselineSpec, request: PlanRequest) -> EvaluatedS
     devices, microbatches = request.num_devices, request.num_microbatches
     spec = find_schedule(name, EVERY_NAME) if isinstance(name, str) else name
     if isinstance(spec, Schedule):
-        sizes = spec.num_devices, spec.unsliced_microbatches
-        if sizes != (devices, microbatches):
-            raise ScheduleError(
-                f"{name} is for {sizes[0]} devices and {sizes[1]} microbatches, "
-                f"not for {devices} and {microbatches}"
-            )
+        check_sizes(spec, str(name), devices, microbatches)
         costs = request.costs_of(spec.placement, spec.name)
         return evaluate_schedule(spec, costs, request.objective)
     if isinstance(spec, str):

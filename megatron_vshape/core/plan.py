@@ -19,6 +19,7 @@ from megatron_vshape.core.evaluated_schedule import EvaluatedSchedule
 from megatron_vshape.core.evaluation import (
     as_plan,
     cached_bound,
+    check_sizes,
     evaluate_named,
     evaluate_schedule,
     find_schedule,
@@ -96,12 +97,7 @@ def published_schedule(name: str, num_devices: int, num_microbatches: int) -> Sc
     """
     find_schedule(name, EVERY_NAME)
     schedule = plan_request(PlanRequest(name, num_devices, num_microbatches)).schedule
-    sizes = schedule.num_devices, schedule.unsliced_microbatches
-    if sizes != (num_devices, num_microbatches):
-        raise ScheduleError(
-            f"{name} is for {sizes[0]} devices and {sizes[1]} microbatches, not for {num_devices} "
-            f"and {num_microbatches}"
-        )
+    check_sizes(schedule, name, num_devices, num_microbatches)
     return schedule
 
 
@@ -275,10 +271,8 @@ def _search_with_logits(
     except LimitError as error:
         required, minimum = error.required + logits, error.min_limit + logits
         raise LimitError(error.device, error.limit + logits, required, minimum) from None
-    spare, counts = (
-        min(map(sub, limits, plan.peak)),
-        [count for count in PENDING_LOGITS if count <= num_pending],
-    )
+    spare = min(map(sub, limits, plan.peak))
+    counts = [count for count in PENDING_LOGITS if count <= num_pending]
     schedule = share_vocabulary(plan.schedule, costs, spare, counts)
     return evaluate_schedule(schedule, costs, request.objective), plan
 

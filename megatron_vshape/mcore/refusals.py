@@ -204,6 +204,12 @@ ENGINE = "transformer_engine"
 BATCH_SIZES = ("rampup_batch_size", "step_batch_size_schedule")
 """Megatron's options that change the number of microbatches of a training step."""
 
+
+def changing_batch_size(args: Any) -> str | None:
+    """Return the option that changes the number of microbatches of a step, if one is set."""
+    return next((name for name in BATCH_SIZES if getattr(args, name, None) is not None), None)
+
+
 ROUTER_REPLAY = ("moe_enable_routing_replay", "enable_routing_replay", "use_routing_replay")
 """Names of router replay in Megatron and in libraries."""
 

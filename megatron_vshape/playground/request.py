@@ -142,7 +142,16 @@ def parse_request(data: object) -> Request:
     costs = _costs(body.get("costs"))
     schedule = _schedule(body.get("schedule"))
     if not isinstance(schedule, FileChoice):
-        _check_passes(devices, _chunks_of(schedule), microbatches)
+        chunks = MOST_CHUNKS
+        if isinstance(schedule, NamedChoice):
+            chunks = schedule.chunks or catalogue.usual_chunks(schedule.name.rstrip("+"))
+        passes = 3 * devices * chunks * microbatches
+        if passes > MAX_PASSES:
+            raise FieldError(
+                "microbatches",
+                f"{devices} ranks with {microbatches} microbatches make {passes:,} passes; the "
+                f"page draws up to {MAX_PASSES:,}",
+            )
     return Request(AnswerKind(answer_kind), devices, microbatches, costs, schedule)
 
 
@@ -166,13 +175,6 @@ def _schedule(data: object) -> ScheduleChoice:
     if name in OPTIONS and body.get("chunks") is not None:
         chunks = _whole(body["chunks"], "chunks", catalogue.MAX_STAGES_PER_DEVICE)
     return NamedChoice(name, chunks)
-
-
-def _chunks_of(choice: NamedChoice | PlanChoice) -> int:
-    """Return the (maximum) number of stages per device."""
-    if isinstance(choice, PlanChoice):
-        return MOST_CHUNKS
-    return choice.chunks or catalogue.usual_chunks(choice.name.rstrip("+"))
 
 
 def _plan(body: dict[str, object]) -> PlanChoice:
@@ -232,16 +234,6 @@ def check_drawn(schedule: Schedule) -> None:
         )
     if 3 * schedule.num_stages * schedule.num_microbatches > MAX_PASSES:
         raise ScheduleError(f"it has more than the {MAX_PASSES:,} passes that the page draws")
-
-
-def _check_passes(devices: int, chunks: int, microbatches: int) -> None:
-    passes = 3 * devices * chunks * microbatches
-    if passes > MAX_PASSES:
-        raise FieldError(
-            "microbatches",
-            f"{devices} ranks with {microbatches} microbatches make {passes:,} passes; the page "
-            f"draws up to {MAX_PASSES:,}",
-        )
 
 
 def _object(data: object, field: str) -> dict[str, object]:

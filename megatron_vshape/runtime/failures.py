@@ -131,10 +131,8 @@ class Watch:
             self._waiting = waiting_texts
             if self._is_closed and not waiting_texts:
                 break
-            state = (
-                self._added,
-                waiting_texts,
-            )  # two steps have the same texts, but different numbers
+            # Two steps have the same texts, but different numbers.
+            state = self._added, waiting_texts
             # The clock restarts whenever the list of pending messages changes.
             if not waiting_texts or state != last_state:
                 last_state, moved_s = state, time.monotonic()

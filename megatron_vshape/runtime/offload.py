@@ -380,8 +380,7 @@ def _memory_of_other_streams() -> Segments:
 def _where(work: Pass, place: str) -> str:
     return (
         f"{work}: the activations of stage {work.stage} for microbatch {work.microbatch} are "
-        f"{place}; "
-        "F, D, L, R, H and B of a microbatch run in this order, each of them once"
+        f"{place}; F, D, L, R, H and B of a microbatch run in this order, each of them once"
     )
 
 

@@ -109,9 +109,8 @@ class Transport:
             if self._waits_block and has_peers()
             else _PolledSends(self._describe_send)
         )
-        self.collectives: DeviceCollectives | None = (
-            None  # created once a program has passes with collectives
-        )
+        # Created once a program has passes with collectives.
+        self.collectives: DeviceCollectives | None = None
         self._connecting: list[str] = []  # the peer that is being connected now
         self._last: Message | None = None  # the last message that was posted, sent or waited for
         self._watch = None if self._waits_block else self._begin_watch()
@@ -300,8 +299,6 @@ class Transport:
         unsent = self._sends.left() if self._watch is None else []
         return self._describe_send(unsent[0]) if unsent else doing + f"after {place.last_pass}"
 
-    tell = describe  # the name until 0.2.0
-
     def rest(self) -> None:
         """Free completed sends and stop queries of the idle GPU until the next message.
 
@@ -467,8 +464,7 @@ def _own_pipeline(pipelines: Sequence[tuple[int, ...]], rank: int) -> tuple[int,
     if len(pipelines_of_rank) != 1 or len({len(ranks) for ranks in pipelines}) != 1:
         raise TransportError(
             f"rank {rank} is in {len(pipelines_of_rank)} of the pipelines "
-            f"{list(map(list, pipelines))}; every "
-            "rank must be in one, and all must be equally long"
+            f"{list(map(list, pipelines))}; every rank must be in one, and all must be equally long"
         )
     return pipelines_of_rank[0]
 
@@ -536,9 +532,8 @@ class _PolledSends:
         for pending_sends in self._left.values():
             # Sends of a channel complete in order, so the first incomplete one ends the search.
             while pending_sends and pending_sends[0].work.is_completed():
-                self._wait(
-                    pending_sends.popleft()
-                )  # a failed send has completed too; this raises its error
+                # A failed send has completed too; this raises its error.
+                self._wait(pending_sends.popleft())
 
     def release(self, message: Message) -> None:
         queue = self._left.get(Edge.of(message), deque())

@@ -11,7 +11,6 @@ label is a `record_function`, which torch emits as an NVTX range under Megatron'
 
 import functools
 import importlib
-import inspect
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -189,13 +188,7 @@ def _compute(waiting_job: _Waiting) -> None:
 
 
 def _begin(waiting_job: _Waiting) -> None:
-    _follow(waiting_job)
-    if waiting_job.begin is not None:
-        waiting_job.begin()
-
-
-def _follow(waiting_job: _Waiting) -> None:
-    """Make the current stream wait for the stream on which the job was stored.
+    """Start the all-gather of a job, after the stream on which the job was stored.
 
     Autograd runs a backward on the stream of its forward. So a layer that Megatron overlaps with
     others (shared experts) stores jobs on a separate stream. A job's tensors may come from a third
@@ -210,6 +203,8 @@ def _follow(waiting_job: _Waiting) -> None:
         for tensor in waiting_job.kept:
             tensor.record_stream(running)
     waiting_job.kept.clear()  # the job frees them
+    if waiting_job.begin is not None:
+        waiting_job.begin()
 
 
 def _current_stream() -> torch.cuda.Stream | None:
@@ -262,14 +257,7 @@ def accumulate_weight_grad(
     if total is None:
         weight.grad = weight_grad(grad_output, input).to(weight.dtype)
     else:
-        add_product(total, grad_output, input, kernel)
-
-
-def add_product(
-    total: Tensor, grad_output: Tensor, input: Tensor, kernel: WeightGradKernel
-) -> None:
-    """Add grad_output^T @ input to `total`, [out, in]."""
-    _KERNELS[kernel](total, _two_dimensional(grad_output), _two_dimensional(input))
+        _KERNELS[kernel](total, _two_dimensional(grad_output), _two_dimensional(input))
 
 
 @functools.cache
@@ -361,17 +349,12 @@ def _apex() -> Any | None:
 
 @functools.cache
 def _te_gemm() -> Callable[..., Any] | None:
-    """Return general_gemm, with TE's workspace if it requires one (before TE 2.10)."""
     try:
         extensions = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
         gemm: Callable[..., Any] = extensions.general_gemm
-        if "workspace" not in inspect.signature(gemm).parameters:
-            return gemm
-        workspace = importlib.import_module("transformer_engine.pytorch.module.base").get_workspace
     except (ImportError, AttributeError):
         return None
-    # Get the workspace at the call: it is GPU memory that TE shares among its layers.
-    return lambda x, dy, **options: gemm(x, dy, workspace=workspace(), **options)
+    return gemm
 
 
 def is_plain(tensor: Any) -> bool:

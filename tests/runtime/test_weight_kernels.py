@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -39,33 +40,13 @@ def general_gemm(
     out.add_(dy.t().to(out.dtype).matmul(x.to(out.dtype)))
 
 
-WORKSPACE = torch.zeros(4, dtype=torch.uint8)
-
-
-def general_gemm_until_2_9(
-    A: Tensor,
-    B: Tensor,
-    workspace: Tensor,
-    out_dtype: torch.dtype | None = None,
-    layout: str = "TN",
-    out: Tensor | None = None,
-    accumulate: bool = False,
-    grad: bool = False,
-) -> None:
-    """Require the workspace, as Transformer Engine's did."""
-    assert workspace is WORKSPACE
-    general_gemm(A, B, out_dtype, layout, out, accumulate, grad)
-
-
 def wgrad_gemm_accum_fp32(x: Tensor, dy: Tensor, out: Tensor) -> None:
     out.add_(dy.t().float().matmul(x.float()))
 
 
-def with_module(
-    monkeypatch: pytest.MonkeyPatch, name: str, function: object, called: str = ""
-) -> None:
+def with_module(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable[..., None]) -> None:
     module = ModuleType(name)
-    setattr(module, called or function.__name__, function)  # type: ignore[attr-defined]
+    setattr(module, function.__name__, function)
     for parent in ("transformer_engine", "transformer_engine.pytorch"):
         if name.startswith(parent):
             monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
@@ -73,7 +54,6 @@ def with_module(
 
 
 TE = "transformer_engine.pytorch.cpp_extensions"
-TE_BASE = "transformer_engine.pytorch.module.base"
 APEX = "fused_weight_gradient_mlp_cuda"
 
 
@@ -145,32 +125,6 @@ def test_all_kernels_give_equal_gradients(
         torch.testing.assert_close(
             weight.main_grad, expected, rtol=tolerance, atol=tolerance, msg=str(kernel)
         )
-
-
-def test_older_te_receives_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[None] = []
-
-    def get_workspace() -> Tensor:
-        calls.append(None)
-        return WORKSPACE
-
-    with_module(monkeypatch, TE, general_gemm_until_2_9, called="general_gemm")
-    with_module(monkeypatch, TE_BASE, get_workspace)
-    assert weight_jobs._te_gemm() is not None
-    assert not calls  # GPU memory, which an estimate must not allocate
-    weight = torch.nn.Parameter(torch.zeros(3, 5, dtype=BFLOAT))
-    weight.main_grad = torch.ones(3, 5)  # type: ignore[attr-defined]
-    dy, x = torch.ones(2, 3, dtype=BFLOAT), torch.ones(2, 5, dtype=BFLOAT)
-    accumulate_weight_grad(weight, dy, x, WeightGradKernel.TE_GEMM)
-    assert torch.equal(weight.main_grad, torch.full((3, 5), 3.0))
-
-
-def test_te_without_its_workspace_is_not_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with_module(monkeypatch, TE, general_gemm_until_2_9, called="general_gemm")
-    monkeypatch.setitem(sys.modules, TE_BASE, ModuleType(TE_BASE))
-    assert weight_jobs._te_gemm() is None
 
 
 def test_error_names_a_missing_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,7 +164,7 @@ class _Simulation:
         }
         if stuck:
             pairs = self.schedule.overlapped_pairs()
-            raise ScheduleError(explain_deadlock(self.queues, self.table, stuck, pairs))
+            raise ScheduleError(_Stuck(self.queues, self.table, stuck, pairs).explain())
         starts, ends = (_by_device(self.schedule, self.queues, x) for x in (self.starts, self.ends))
         return starts, ends
 
@@ -302,11 +302,8 @@ def _curves(schedule: Schedule, costs: Costs, devices: Iterable[int]) -> Iterato
 
 def _changes_of(work: Pass, costs: Costs) -> tuple[float, float]:
     """Return the memory allocated at the start, and retained minus freed at the end of a pass."""
-    kind = work.kind
-    memory, amounts = (
-        costs.stages[work.stage].memory(kind),
-        (kind.allocated, kind.retained, kind.freed),
-    )
+    kind, memory = work.kind, costs.stages[work.stage].memory(work.kind)
+    amounts = kind.allocated, kind.retained, kind.freed
     allocated, retained, freed = (
         value * microbatch_factor(costs, amount, work.microbatch)
         for value, amount in zip(memory, amounts, strict=True)
@@ -412,22 +409,11 @@ LISTED = 12
 """Maximum waits of a cycle in an error: its first ones and its last one."""
 
 
-def explain_deadlock(
-    queues: Sequence[ResourceQueue],
-    table: NeedTable,
-    stuck: Mapping[int, int],
-    partners: Mapping[Pass, Pass],
-) -> str:
-    """Format the error for a schedule with stuck resource queues; `stuck` maps queues to indices.
-
-    Each line is one wait: the two passes, and whether the first reads the result of the second or
-    runs after it on the same device. `partners` maps the F of each F&B pair to its B.
-    """
-    return _Stuck(queues, table, stuck, partners).explain()
-
-
 class _Stuck:
-    """State of a deadlocked schedule."""
+    """A schedule with stuck resource queues; `stuck` maps queues to indices.
+
+    `partners` maps the F of each F&B pair to its B.
+    """
 
     def __init__(
         self,
@@ -448,6 +434,10 @@ class _Stuck:
         }
 
     def explain(self) -> str:
+        """Format the error. Each line is one wait: the two passes, and the reason.
+
+        The first pass reads the result of the second, or runs after it on the same device.
+        """
         absent = self._find_absent()
         if absent:
             return "the schedule cannot end: " + absent

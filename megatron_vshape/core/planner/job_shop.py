@@ -200,7 +200,11 @@ def _pass_type_arrays(
 
     def amounts(kind: Kind, stage: int) -> tuple[int, int, int]:
         ticks = round(costs.time_us(kind, stage) * ticks_per_us)
-        return (ticks, *_memory_changes(costs, kind, stage, units_per_byte))
+        stage_costs = costs.stages[stage]
+        sizes = (*stage_costs.memory(kind), stage_costs.workspace(kind))
+        allocated, retained, freed, workspace = (round(size * units_per_byte) for size in sizes)
+        # The memory changes while the pass runs, and after it.
+        return ticks, allocated + workspace, allocated + retained - freed
 
     def message(stage: int, reader: int) -> int:
         is_sent = placement[stage] != placement[reader]
@@ -213,14 +217,6 @@ def _pass_type_arrays(
         for field in make_pass_types(kinds, placement, amounts, message)
     ]
     return PassTypes(*fields)
-
-
-def _memory_changes(costs: Costs, kind: Kind, stage: int, units_per_byte: float) -> tuple[int, int]:
-    """Return the change of memory while a pass runs, and after it, in units."""
-    stage_costs = costs.stages[stage]
-    amounts = (*stage_costs.memory(kind), stage_costs.workspace(kind))
-    allocated, retained, freed, workspace = (round(amount * units_per_byte) for amount in amounts)
-    return allocated + workspace, allocated + retained - freed
 
 
 def scale_to(at_least: float, value: float) -> float:

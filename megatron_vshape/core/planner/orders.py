@@ -66,15 +66,6 @@ MAX_STEPS_AT_ONCE = 300_000
 """Maximum search steps between two progress reports and refills of W."""
 
 
-def _groups_of(num_devices: int) -> list[int]:
-    """Return the group sizes, in microbatches, of grouped interleaved schedules.
-
-    Smaller groups need less memory and a longer warm-up. A group smaller than half of the devices
-    has finished before its first microbatch returns for the next chunk.
-    """
-    return sorted({-(-part * num_devices // 8) for part in (4, 5, 6, 8)})
-
-
 def _published_blocks(placement: Placement, num_devices: int) -> Iterator[BuildingBlock]:
     """Yield the published building blocks with this placement."""
     chunks = len(placement) // num_devices
@@ -87,7 +78,9 @@ def _published_blocks(placement: Placement, num_devices: int) -> Iterator[Buildi
     ]
     if chunks > 1:
         candidates.append(blocks.interleaved(num_devices, chunks))
-        for group in _groups_of(num_devices):
+        # Smaller groups need less memory and a longer warm-up. A group smaller than half of the
+        # devices has finished before its first microbatch returns for the next chunk.
+        for group in sorted({-(-part * num_devices // 8) for part in (4, 5, 6, 8)}):
             candidates.append(blocks.grouped_interleaved(num_devices, chunks, group))
     for block in candidates:
         if block.placement == placement:

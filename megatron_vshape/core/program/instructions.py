@@ -103,9 +103,8 @@ class Program:
     schedule: Schedule
     instructions: Rows
     window: int
-    planned: Timeline | None = (
-        None  # of `schedule`; where messages are kernels, see program.kernels
-    )
+    # Of `schedule`; where messages are kernels, see program.kernels.
+    planned: Timeline | None = None
 
     def text(self) -> str:
         """Format the instructions, one line per device."""

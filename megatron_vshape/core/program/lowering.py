@@ -385,9 +385,8 @@ class _Pairing:
         self.clock_us = [0.0] * schedule.num_devices
         self.done_us: dict[Pass, float] = {}
         self.starts: list[tuple[float, int]] = []  # a heap of starts and devices
-        self.waiting_devices: dict[Pass, list[int]] = defaultdict(
-            list
-        )  # pass -> devices that wait for it
+        # Pass -> devices that wait for it.
+        self.waiting_devices: dict[Pass, list[int]] = defaultdict(list)
 
     def paired(self) -> frozenset[Pass]:
         """Return the F that run with the pass behind them."""

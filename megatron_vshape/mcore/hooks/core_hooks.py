@@ -85,8 +85,7 @@ def _set_stages(session: Session, options: Options, config: Any) -> None:
         raise UnsupportedError(
             f"a second model has {sizes[1]} layers on {sizes[0]} pipeline ranks, and schedule "
             f"{options.schedule!r} is made for {built_sizes[1]} on {built_sizes[0]}: one process "
-            "can have one "
-            "schedule"
+            "can have one schedule"
         )
     configure.set_stages_in_config(config, pipeline.stage_map)
 
@@ -239,11 +238,8 @@ def tie_embeddings(first: Any, last: Any) -> None:
     last._modules.pop("embedding", None)  # if a library has added one
     vars(last)["embedding"] = first.embedding
     last.shared_embedding_or_output_weight = lambda: weight
-    last.tie_embeddings_and_output_weights_state_dict = _leave_untouched
-
-
-def _leave_untouched(*args: Any, **kwargs: Any) -> None:
-    """Add nothing to a checkpoint: the chunk with the embedding saves the tied weight."""
+    # Adds nothing to a checkpoint: the chunk with the embedding saves the tied weight.
+    last.tie_embeddings_and_output_weights_state_dict = lambda *_, **__: None
 
 
 def _chunk_has_end(session: Session, end: int, chunk: int | None) -> bool | None:

@@ -210,7 +210,15 @@ class Session:
         # By model, not once: RL libraries run an actor, a critic and a reference in one process.
         is_prepared = model[0] in self.process.prepared
         if not is_prepared:
-            self._change_layers(self.pipeline, model, call["data_iterator"])
+            # Without the agreement, the other ranks would wait for the failed rank in their first
+            # receive.
+            with refusing_together():
+                self._check_model(self.pipeline, model)
+                # For its errors only: each step calls it again with its own data iterator.
+                iterators_by_chunk(call["data_iterator"], len(model))
+                chunks = [unwrapped(chunk) for chunk in model]  # names without wrapper prefixes
+                share_slices(self.step, chunks, self.pipeline.choice)
+                defer_weight_gradients(self.step, chunks, self.pipeline.splits_graphs)
         with refusing():
             tokens = call["seq_length"] * call["micro_batch_size"]
             # A library may evaluate first: the microbatches of that call are not those of training.
@@ -221,20 +229,6 @@ class Session:
         if not is_prepared:
             self.process.environment.withdraw_loading_mode()
             self.process.prepared.add(model[0])
-
-    def _change_layers(
-        self, pipeline: RunConfig, model: Sequence[nn.Module], data_iterator: Any
-    ) -> None:
-        """Check the chunks of this rank, and let them defer their weight gradients."""
-        # Without the agreement, the other ranks would wait for the failed rank in their first
-        # receive.
-        with refusing_together():
-            self._check_model(pipeline, model)
-            # For its errors only: each step calls it again with its own data iterator.
-            iterators_by_chunk(data_iterator, len(model))
-            chunks = [unwrapped(chunk) for chunk in model]  # names without wrapper prefixes
-            share_slices(self.step, chunks, pipeline.choice)
-            defer_weight_gradients(self.step, chunks, pipeline.splits_graphs)
 
     def _check_model(self, pipeline: RunConfig, model: Sequence[nn.Module]) -> None:
         """Raise UnsupportedError unless `model` has the chunks of this rank as they were built."""

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -258,13 +258,10 @@ def evaluate_and_print_results(
     settings = get_args()
     has_chunks = getattr(settings, "virtual_pipeline_model_parallel_size", None) is not None
     if has_chunks and getattr(settings, "multiple_validation_sets", False):
-        bound.arguments["data_iterator"] = iterators_by_set(bound.arguments["data_iterator"])
+        # From [chunk][validation set] to [validation set][chunk].
+        rows = zip(*bound.arguments["data_iterator"], strict=True)
+        bound.arguments["data_iterator"] = list(map(list, rows))
     return original(*bound.args, **bound.kwargs)
-
-
-def iterators_by_set(iterators: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Transpose data iterators from [chunk][validation set] to [validation set][chunk]."""
-    return [list(chunks) for chunks in zip(*iterators, strict=True)]
 
 
 @replaces
@@ -309,11 +306,6 @@ def _check_evaluation(session: Session, arguments: Mapping[str, Any]) -> None:
             "set as a list of validation sets. Remove --test-data-path, or the test data of "
             "--per-split-data-args-path"
         )
-    _check_non_loss_data(session, arguments)
-
-
-def _check_non_loss_data(session: Session, arguments: Mapping[str, Any]) -> None:
-    """Raise RefusedError if only the last rank would collect data after an evaluation."""
     name = session.megatrons_own if session.pipeline is None else session.pipeline.choice.name
     is_alone = arguments.get("non_loss_data_func") is None
     if name is not None and is_alone and arguments.get("process_non_loss_data_func") is not None:

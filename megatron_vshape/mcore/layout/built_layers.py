@@ -101,10 +101,7 @@ def has_experts(config: Any, num_layers: int) -> list[bool]:
 
 
 def _has_linear_attention(config: Any, num_layers: int) -> list[bool]:
-    options = {
-        "linear_attention_freq": config.linear_attention_freq,
-        "num_layers": num_layers,
-    }
+    options = {"linear_attention_freq": config.linear_attention_freq, "num_layers": num_layers}
     return [*layers_with_linear_attention(options.get)]
 
 

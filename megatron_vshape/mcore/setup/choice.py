@@ -28,7 +28,7 @@ from megatron_vshape.mcore.layout.stage_map import (
     num_deepstack_levels,
 )
 from megatron_vshape.mcore.options import Options, schedule_names
-from megatron_vshape.mcore.refusals import BATCH_SIZES
+from megatron_vshape.mcore.refusals import changing_batch_size
 from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.run_config import ScheduleChoice, Settings
 from megatron_vshape.mcore.setup.translate import Translated, translate
@@ -175,14 +175,7 @@ def check_stages(settings: Settings, stage_map: StageMap, ties_ends: bool) -> No
 
 def check_batch_size(choice: ScheduleChoice, args: Any) -> None:
     """Raise ScheduleError if the batch size changes and the schedule is for one number."""
-    option = next(
-        (
-            option_name
-            for option_name in BATCH_SIZES
-            if getattr(args, option_name, None) is not None
-        ),
-        None,
-    )
+    option = changing_batch_size(args)
     if choice.from_file is not None and option is not None:
         raise ScheduleError(
             f"the schedule file {choice.name} is for one number of microbatches, and this run "

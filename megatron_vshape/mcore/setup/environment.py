@@ -36,9 +36,8 @@ REGISTERS = "NCCL_GRAPH_REGISTER"
 class Environment:
     """The settings that schedules have made in this process."""
 
-    set_names: frozenset[str] = (
-        frozenset()
-    )  # names of variables, without those that the user has set
+    # Names of variables, without those that the user has set.
+    set_names: frozenset[str] = frozenset()
     registers_buffers: bool = False  # NCCL registers buffers (nccl_ub of the data-parallel config)
 
     def set_variables(self, options: Any, pipeline: RunConfig) -> None:

@@ -21,7 +21,7 @@ from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.multi_token import num_predicting
 from megatron_vshape.mcore.layout.stage_map import megatrons_text, split_layers
 from megatron_vshape.mcore.options import INPUTS_OF_PLANS, OPTIONS, Options, options_of
-from megatron_vshape.mcore.refusals import BATCH_SIZES, UnsupportedError
+from megatron_vshape.mcore.refusals import UnsupportedError, changing_batch_size
 from megatron_vshape.mcore.setup.translate import check_splits_nothing_else
 
 logger = logging.getLogger(__name__)
@@ -98,8 +98,7 @@ def _set_virtual_stages(args: Namespace, name: str | None) -> None:
     if named_schedule is not None and has_chunks:
         raise UnsupportedError(
             f"--pipeline-schedule {name} contains the number of virtual stages per rank: remove "
-            "it, "
-            "or Megatron's option for virtual stages"
+            "it, or Megatron's option for virtual stages"
         )
     alone = args.pipeline_model_parallel_size == 1
     if (name == "interleaved-1f1b" or named_schedule is not None) and not has_chunks and not alone:
@@ -170,14 +169,9 @@ class Count(NamedTuple):
     fix: str  # the options to change
 
 
-def changes(args: Namespace) -> bool:
-    """Return whether the number of microbatches of a training step changes."""
-    return any(getattr(args, name, None) is not None for name in BATCH_SIZES)
-
-
 def in_training(args: Namespace) -> int | None:
     """Return the microbatches of a training step; None if the number changes or is unknown."""
-    if changes(args):
+    if changing_batch_size(args) is not None:
         return None
     return _number(args, args.global_batch_size, args.micro_batch_size)
 
@@ -218,11 +212,11 @@ def changing_counts(args: Namespace) -> Iterator[Count]:
     Called before the first step and after a checkpoint is loaded. Uses Megatron's calculator in the
     same way as its training loop.
     """
-    if not changes(args):
+    option = changing_batch_size(args)
+    if option is None:
         return
     from megatron.core import num_microbatches_calculator as calculator
 
-    option = next(name for name in BATCH_SIZES if getattr(args, name, None) is not None)
     flag, seen_numbers = f"--{option.replace('_', '-')}", set[int]()
     consumed = args.consumed_train_samples
     for iteration in range(args.iteration, args.train_iters):

@@ -69,9 +69,8 @@ class PlannedStep:
     timeline: Timeline  # in us with costs, else in passes of one of 2 * devices stages
     program: Program
     costs: Costs | None = None  # the costs of the timeline; None: all passes are equal
-    wgrad_overlaps: Mapping[Pass, DeferredWgradOverlap] = field(
-        default_factory=dict
-    )  # B -> W jobs it overlaps with
+    # B -> W jobs it overlaps with.
+    wgrad_overlaps: Mapping[Pass, DeferredWgradOverlap] = field(default_factory=dict)
 
     @property
     def peak_chunks(self) -> float:

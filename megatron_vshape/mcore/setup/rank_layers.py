@@ -96,11 +96,8 @@ def _stages_of_megatron(options: Any, ranks: int) -> list[list[str]] | None:
     if hybrid.marks_stages(options):
         return _with_ends(hybrid.parts(options.hybrid_layer_pattern), predicting)
     chunks = getattr(options, "virtual_pipeline_model_parallel_size", None) or 1
-    total, first, last = (
-        count_layers(options),
-        first_given(options, FIRST),
-        first_given(options, LAST),
-    )
+    total = count_layers(options)
+    first, last = first_given(options, FIRST), first_given(options, LAST)
     if total is None:  # the layers of the checkpoint are unknown
         return None
     if first is not None or last is not None:

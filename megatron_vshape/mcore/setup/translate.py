@@ -371,7 +371,10 @@ def translate(options: Any, placement: Placement, layer_split: str | None = None
     """
     chunks = len(placement) // (max(placement) + 1)
     notices = _rename(options)  # first: the renamed pattern defines the number of layers
-    winner = _winner(options, layer_split)
+    # The flag that defines the layers of every stage, whatever other options say.
+    winner = PATTERN if hybrid.marks_stages(options) else None
+    if layer_split is not None:
+        winner = SPLIT
     if winner is None:
         _check_one_decides(options)
     for rule in TRANSLATIONS:
@@ -416,13 +419,6 @@ def _rename(options: Any) -> list[Notice]:
         rule.clear(options)
         notices.append(Notice(rule, written(values), rule.becomes, rule.outcome))
     return notices
-
-
-def _winner(options: Any, layer_split: str | None) -> str | None:
-    """Return the flag that defines the layers of every stage, whatever other options say."""
-    if layer_split is not None:
-        return SPLIT
-    return PATTERN if hybrid.marks_stages(options) else None
 
 
 def _check_one_decides(options: Any) -> None:

@@ -206,7 +206,9 @@ def _unsplit_layers(
     """
     unsplit: dict[tuple[str, str], list[str]] = {}
     for number, chunk in enumerate(chunks):
-        fused = _in_operations(chunk)
+        # Layers whose parameters TE's fused operations use; those of a dense MLP have no store.
+        owners = (module for module in chunk.modules() if hasattr(module, "_fused_impl"))
+        fused = {layer for owner in owners for layer in owner.modules()}
         for name, layer in chunk.named_modules():
             reason = None
             if layer not in graphed:
@@ -232,15 +234,6 @@ def log_unsplit_layers(chunks: Iterable[nn.Module], graphed: Set[nn.Module] = fr
             reason,
             shown,
         )
-
-
-def _in_operations(chunk: nn.Module) -> set[nn.Module]:
-    """Return the layers whose parameters TE's fused operations use.
-
-    The fused operations of a dense MLP have no store.
-    """
-    owners = (module for module in chunk.modules() if hasattr(module, "_fused_impl"))
-    return {layer for owner in owners for layer in owner.modules()}
 
 
 def _why_unsplit(layer: nn.Module, is_fused: bool) -> str | None:

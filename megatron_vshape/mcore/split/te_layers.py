@@ -408,19 +408,13 @@ def _run_grouped(
         outputs = list(first.new_empty(len(weights), *first.shape, dtype=outputs).unbind())
     result = func(inputs, grad_outputs, outputs)
     if biases:
-        _add_biases(biases, result[1])
+        for bias, grad in zip(biases, result[1], strict=False):
+            if grad is not None and grad.numel():
+                add_gradient(bias, grad)
     # With fused accumulation, the GEMM has already added to main_grad.
     if outputs is not targets:
         for weight, grad in zip(weights, outputs, strict=True):
             add_gradient(weight, grad)
-
-
-def _add_biases(biases: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
-    for bias, grad in zip(
-        biases, grads, strict=False
-    ):  # without biases there is a list all the same
-        if grad is not None and grad.numel():
-            add_gradient(bias, grad)
 
 
 def _add_parts(parameters: Sequence[nn.Parameter], grad: Tensor) -> None:

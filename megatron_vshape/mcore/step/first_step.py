@@ -151,8 +151,8 @@ def warnings(findings: Iterable[_StageFindings]) -> list[str]:
     stages = sorted(set(findings), key=lambda finding: finding.stage)
     return [
         f"stage {finding.stage}: {finding.without_gradient:,} trainable parameters get no "
-        "gradient, "
-        "because neither the input of its first layer nor the output of its last one requires one: "
+        "gradient, because neither the input of its first layer nor the output of its last one "
+        "requires one: "
         "under full recompute a frozen embedding has this effect. Make the embedding's output "
         "require a gradient (a forward hook that calls output.requires_grad_()), or use "
         "--recompute-granularity selective"

@@ -110,8 +110,7 @@ class PipelineRunner:
         The parameters are those of Megatron's function. The reports are returned on the last
         pipeline rank, where the trainer reads them, and on the rank of the last stage.
         """
-        # Megatron calls by keyword. A parameter that a later release adds fails here, by its name.
-        call, schedule = TrainerCall(**arguments), self.pipeline.choice.name
+        schedule = self.pipeline.choice.name
         with refusing():
             if adjust_tensor_shapes_fn is not None:
                 raise UnsupportedError(
@@ -120,6 +119,9 @@ class PipelineRunner:
                     "config. Call the schedule without adjust_tensor_shapes_fn, or remove "
                     "--pipeline-schedule"
                 )
+        # Megatron calls by keyword. A parameter that a later release adds fails here, by its name.
+        call = TrainerCall(**arguments)
+        with refusing():
             check_one_module(schedule, p2p_communicator, call.pg_collection)
         # In every step: scripts and libraries change the config after all checks of arguments.
         check_config(call.config)

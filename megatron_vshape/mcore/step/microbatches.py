@@ -91,8 +91,7 @@ def iterators_by_chunk(data_iterator: Any, num_chunks: int) -> list[Any]:
         if readers > 1 and iterator is not None and not hasattr(iterator, "__next__"):
             raise UnsupportedError(
                 f"one {type(iterator).__name__} is given for {readers} model chunks, and it is not "
-                "an "
-                "iterator that they could share: pass one iterator per chunk"
+                "an iterator that they could share: pass one iterator per chunk"
             )
     return iterators
 
