@@ -1,4 +1,7 @@
-"""Evaluate schedules by name or file at the costs of a request, and compare them with a plan."""
+"""Evaluate schedules by name or file at the costs of a request, and compare them with a plan.
+
+Among equal times, the schedule with less memory is better; among equal ones, Megatron's.
+"""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -280,7 +280,7 @@ def fill_idle_slots(
 
     `new_order` receives the new order, as indices of the old one. A queue is in cool-down with at
     most `cool_down` forwards left. With `max_ahead` other than NONE, passes move as in
-    `paper.reordering.fill_warm_up`.
+    `paper.catalogue.fill_warm_up`.
     """
     reset_state(order, state)
     starts, is_stale, num_queues = state.start, state.is_stale, len(order.limit)

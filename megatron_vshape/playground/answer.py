@@ -1,11 +1,21 @@
 """Compute the answer to a request; runs in a worker, so that it can be killed at any time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import PurePath
 
+from megatron_vshape.core.budget import Budget
+from megatron_vshape.core.check.bounds import LimitError
 from megatron_vshape.core.check.simulate import simulate
+from megatron_vshape.core.check.verify import verify
+from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.core.schedule_names import PLUS_NAMES
+from megatron_vshape.core.model.pieces import regroup, with_ends
+from megatron_vshape.core.model.schedule import Schedule
+from megatron_vshape.core.model.stage_costs import StageCosts
+from megatron_vshape.core.plan import plan_request
+from megatron_vshape.core.request import PlanRequest, PlanResult, StageCostFunction
+from megatron_vshape.core.schedule_names import AUTO, PLUS_NAMES
 from megatron_vshape.playground.picture import (
     Facts,
     Picture,
@@ -15,17 +25,185 @@ from megatron_vshape.playground.picture import (
     trace_text,
 )
 from megatron_vshape.playground.request import (
+    MOST_CHUNKS,
     AnswerKind,
+    CostChoice,
     FieldError,
     FileChoice,
+    FileText,
     NamedChoice,
     PlanChoice,
     Request,
     ScheduleChoice,
+    check_drawn,
 )
-from megatron_vshape.playground.schedules import Pricing, Report, make_choice, make_named
 from megatron_vshape.view.names import display_name
-from megatron_vshape.view.numbers import argument
+from megatron_vshape.view.numbers import GIB, argument, base_peak, format_sufficient_limit
+
+Report = Callable[[dict[str, object]], None]
+"""Progress callback: phase of the work, best value."""
+
+
+_CHUNKS = (4, 2, 1)
+"""Chunks per rank that a plan's costs are merged to, most first."""
+
+
+class Pricing:
+    """Costs of the model, for the stages of any schedule."""
+
+    def __init__(self, choice: CostChoice) -> None:
+        self.choice = choice
+        self.measured: Costs | None = None
+        if choice.file is not None:
+            try:
+                self.measured = Costs.from_json(choice.file.text)
+            except ScheduleError as error:
+                raise FieldError("costs", f"{choice.file.name}: {error}") from None
+
+    @property
+    def in_bytes(self) -> bool:
+        """Whether memory is in bytes and time in microseconds, rather than chunks and passes."""
+        return self.measured is not None
+
+    def plan_costs(self, num_devices: int) -> Costs:
+        """Return the costs of the stages of a plan; those of a file are merged only if too many."""
+        if self.measured is None:
+            return self.costs_for(num_devices, MOST_CHUNKS * num_devices)
+        stages_per_device, remainder = divmod(self.measured.num_stages, num_devices)
+        if remainder or not stages_per_device:
+            raise FieldError(
+                "costs",
+                f"the costs are for {self.measured.num_stages} stages, which cannot be "
+                f"distributed over {num_devices} ranks",
+            )
+        divisors = [
+            stages_per_device,
+            *(chunks for chunks in _CHUNKS if stages_per_device % chunks == 0),
+        ]
+        chunks = next(chunks for chunks in divisors if chunks <= MOST_CHUNKS)
+        return self.costs_for(num_devices, chunks * num_devices)
+
+    def question(self, devices: int, microbatches: int) -> PlanRequest:
+        """Return the request for the best schedule at these costs."""
+        costs = self.plan_costs(devices)
+        return PlanRequest(AUTO, devices, microbatches, costs, self.cut(devices))
+
+    def cut(self, devices: int) -> StageCostFunction:
+        """Return a function from the number of stages to the costs on these devices."""
+        return lambda num_stages, _: self.costs_for(devices, num_stages)
+
+    def base_peak(self, num_devices: int) -> float | None:
+        """Return the peak of 1F1B at these costs; None if the costs file does not allow it."""
+        try:
+            return base_peak(num_devices, self.costs_for(num_devices, num_devices))
+        except FieldError:
+            return None
+
+    def costs_for(self, num_devices: int, num_stages: int) -> Costs:
+        """Return the costs of `num_stages` stages on `num_devices` devices.
+
+        Raises:
+            FieldError: the stages of the file cannot be merged to these.
+        """
+        if self.measured is not None:
+            try:
+                return regroup(self.measured, num_stages, "this schedule")
+            except ScheduleError as error:
+                raise FieldError("costs", str(error)) from None
+        choice = self.choice
+        costs = Costs.uniform(
+            num_devices, num_stages, choice.forward, choice.backward, choice.weight, choice.send
+        )
+        ends = (StageCosts.of(*times) for times in (choice.embedding, choice.head))
+        return with_ends(costs, *ends)
+
+
+def make_choice(
+    request: Request, choice: ScheduleChoice, pricing: Pricing, report: Report
+) -> PlanResult:
+    """Make the requested schedule, with the costs of its stages.
+
+    Raises:
+        FieldError: the schedule cannot be made; names the field.
+    """
+    if isinstance(choice, NamedChoice):
+        report({"doing": f"making {choice.name}"})
+        return make_named(
+            request, choice, pricing.cut(request.devices), Budget(report=_progress(report))
+        )
+    if isinstance(choice, FileChoice):
+        report({"doing": "reading the file"})
+        schedule = _read_schedule(choice.file)
+        return PlanResult(schedule, pricing.costs_for(schedule.num_devices, schedule.num_stages))
+    report({"doing": "planning"})
+    return _make_planned(request, choice, pricing, report)
+
+
+def make_named(
+    request: Request,
+    choice: NamedChoice,
+    cut: StageCostFunction | None = None,
+    budget: Budget | None = None,
+) -> PlanResult:
+    """Make the catalogue schedule of this name, with costs from `cut` or unit costs."""
+    name = choice.name if choice.chunks is None else f"{choice.name}:{choice.chunks}"
+    named_request = PlanRequest(name, request.devices, request.microbatches, cut=cut)
+    try:
+        return plan_request(named_request, budget)
+    except FieldError:
+        raise
+    except ScheduleError as error:
+        raise FieldError("schedule", str(error)) from None
+
+
+def _read_schedule(file: FileText) -> Schedule:
+    """Parse and verify the schedule in a file's text.
+
+    Raises:
+        FieldError: the text is not a schedule, or the schedule is infeasible or too large to draw.
+    """
+    path = PurePath(file.name)
+    try:
+        if path.suffix == ".csv":
+            schedule = Schedule.from_csv(file.text, name=path.stem)
+        else:
+            schedule = Schedule.from_json(file.text)
+        check_drawn(schedule)
+        verify(schedule)
+    except ScheduleError as error:
+        raise FieldError("schedule", f"{file.name}: {error}") from None
+    return schedule
+
+
+def _make_planned(
+    request: Request, choice: PlanChoice, pricing: Pricing, report: Report
+) -> PlanResult:
+    """Plan a schedule; the result has its limits in the costs' unit, and its lower bound."""
+    if choice.limit_in_gib and not pricing.in_bytes:
+        raise FieldError("limit", "a limit in GiB needs a costs file; enter chunks instead")
+    if pricing.in_bytes and not choice.limit_in_gib:
+        raise FieldError("limit", "these costs are in bytes; enter the limit in GiB")
+    base_request = pricing.question(request.devices, request.microbatches)
+    unit, name = (GIB, "GiB") if choice.limit_in_gib else (1.0, "chunks")
+    limited_request = replace(base_request, limit=choice.limit * unit, seconds=choice.seconds)
+    try:
+        return plan_request(limited_request, Budget(report=_progress(report)))
+    except LimitError as error:
+        text = error.format_message(
+            lambda memory: f"{format_sufficient_limit(memory / unit)} {name}"
+        )
+        raise FieldError("limit", text) from None
+    except ScheduleError as error:
+        raise FieldError("limit", str(error)) from None
+
+
+def _progress(report: Report) -> Callable[[int, float, float], None]:
+    """Return a progress callback for a search."""
+
+    def progress(steps: int, value: float, bound: float) -> None:
+        report({"doing": "planning", "steps": steps, "value": value, "bound": bound})
+
+    return progress
 
 
 def make_answer(request: Request, report: Report) -> bytes:

@@ -14,8 +14,8 @@ from megatron_vshape.core.paper.catalogue import (
     NOT_REORDERED,
     make_block,
     placement_of,
+    reorder,
 )
-from megatron_vshape.core.paper.reordering import reorder
 
 DEVICES = range(2, 17)
 

@@ -25,8 +25,7 @@ from megatron_vshape.core.model.kinds import (
 )
 from megatron_vshape.core.model.placement import Placement, looping, v_shape
 from megatron_vshape.core.paper.blocks import BuildingBlock, repeat, squeeze, v_half, v_min, v_zb
-from megatron_vshape.core.paper.catalogue import make_block
-from megatron_vshape.core.paper.reordering import reorder
+from megatron_vshape.core.paper.catalogue import make_block, reorder
 from megatron_vshape.core.planner import improve, job_shop, orders, search
 from megatron_vshape.core.planner.offloading import OffloadSearch
 

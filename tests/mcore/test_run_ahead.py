@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from megatron_vshape.mcore.features.post_validation.rollback import Backup
+from megatron_vshape.mcore.features.post_validation.optimizer import Backup
 from megatron_vshape.mcore.observe.report import static_memory
 
 

@@ -12,15 +12,16 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_vshape.mcore.frameworks.bridge import FRAMEWORK
-from megatron_vshape.mcore.hooks.checkpoints import check_optimizer_state, has_state_by_rank
-from megatron_vshape.mcore.layout.stage_map import StageMap
-from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.setup.rank_layers import (
+from megatron_vshape.mcore.hooks.checkpoints import (
     RECORD,
+    check_optimizer_state,
+    has_state_by_rank,
     layers_of_megatron,
     layers_of_stages,
     saved_layers,
 )
+from megatron_vshape.mcore.layout.stage_map import StageMap
+from megatron_vshape.mcore.refusals import UnsupportedError
 
 V_HALF = "--pipeline-schedule v-half"
 LOOPING = [[[0, 1, 2], [5, 6]], [[3, 4], [7, 8, -1]]]

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from megatron_vshape import lower, make
 from megatron_vshape.core.program.instructions import Await, Receive, Run
 from megatron_vshape.mcore.features.warmup import FEATURE
-from megatron_vshape.mcore.features.warmup.snapshot import Snapshot
-from megatron_vshape.mcore.features.warmup.step import first_microbatch
+from megatron_vshape.mcore.features.warmup.step import Snapshot, first_microbatch
 from megatron_vshape.mcore.options import Options
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.step import rewind

@@ -486,7 +486,7 @@ class Figures:
 
 @dataclass(eq=False)
 class BubbleMeter:
-    """Times the passes of training steps that are logged, and of no other steps."""
+    """Measures the share of idle time in training steps that are logged, and in no other steps."""
 
     logs: Logs
     predict: _PredictBubble
