@@ -8,6 +8,7 @@ not depend on this. A run sets the allocator through torch's function, because p
 later would inherit its variable. Programs that only measure set the variable.
 """
 
+import os
 from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
 
@@ -21,6 +22,11 @@ LOADING = "CUDA_MODULE_LOADING"
 
 CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """Required by Megatron before Blackwell with tensor or context parallelism, for any schedule."""
+
+
+def is_first_rank() -> bool:
+    """Return whether the launcher has started this process as rank 0, which logs for all ranks."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 class Setting(NamedTuple):

@@ -230,10 +230,8 @@ def _search_shared(request: PlanRequest, budget: Budget) -> PlanResult:
     requests = [_for_placement(request, placement, 1 / len(placements)) for placement in placements]
     if costs_of_request.copies:
         requests += [
-            replace(
-                placement_request, costs=without_copies(placement_request.full_costs()), cut=None
-            )
-            for placement_request in requests
+            replace(single, costs=without_copies(single.full_costs()), cut=None)
+            for single in requests
         ]
     for placement_request in requests:
         fitting: list[tuple[EvaluatedSchedule, EvaluatedSchedule]] = []

@@ -172,21 +172,25 @@ def _verified(options: Any) -> bool:
     return str(getattr(recipe, "value", recipe)) in ("delayed", "tensorwise", "blockwise")
 
 
+def num_experts(options: Any) -> int | None:
+    """Return the number of experts of a layer, in arguments or in a config."""
+    return getattr(options, "num_experts", None) or getattr(options, "num_moe_experts", None)
+
+
 def _saves_by_rank(options: Any) -> bool:
     uses_files = any(getattr(options, name, None) for name in ("save", "load"))
     return uses_files and getattr(options, "ckpt_format", None) == "torch"
 
 
 def _captures_experts(options: Any) -> bool:
-    experts = getattr(options, "num_experts", None) or getattr(options, "num_moe_experts", None)
-    return bool(experts) and "moe" in (graph_scope(options) or {"moe"})
+    return bool(num_experts(options)) and "moe" in (graph_scope(options) or {"moe"})
 
 
 def _recomputes_biased_mlp(options: Any) -> bool:
     """Return whether a dense MLP with a bias is recomputed by itself."""
     if getattr(options, "recompute_granularity", None) != "selective":
         return False
-    experts = getattr(options, "num_experts", None) or getattr(options, "num_moe_experts", None)
+    experts = num_experts(options)
     every = getattr(options, "moe_layer_freq", 1)
     has_dense = not experts or (0 in every if isinstance(every, list) else every != 1)
     has_dense |= "-" in (getattr(options, "hybrid_layer_pattern", None) or "")

@@ -393,15 +393,8 @@ def _typical_length(bars: Sequence[Bar]) -> float:
 
 
 def _bars_of_block(block: BuildingBlock) -> list[Bar]:
-    return [
-        Bar(
-            block_pass.work,
-            block.placement[block_pass.work.stage],
-            block_pass.start,
-            block_pass.end,
-        )
-        for block_pass in block.passes
-    ]
+    placement = block.placement
+    return [Bar(p.work, placement[p.work.stage], p.start, p.end) for p in block.passes]
 
 
 def _draw_block(axes: Axes, block: BuildingBlock, title: str) -> None:

@@ -42,6 +42,13 @@ class RunNumbers:
     relative_peak: float
     """Peak relative to 1F1B: in bytes if known, else in chunks; 1 if 1F1B stores nothing."""
 
+    @property
+    def peak_text(self) -> str:
+        """The peak of all ranks: in GiB if known, else in chunks."""
+        if self.peak_bytes is None:
+            return f"{fixed(max(self.peak_chunks))} chunks"
+        return f"{fixed(max(self.peak_bytes) / GIB)} GiB"
+
 
 def numbers_of(timeline: Timeline, costs: Costs | None = None) -> RunNumbers:
     """Compute the memory of a timeline; `costs` of the schedule's stages, if given, are in bytes.
@@ -132,13 +139,10 @@ def argument(value: float) -> str:
 
 def note(numbers: RunNumbers) -> str:
     """Format the key figures next to a schedule's title."""
-    peak = f"{fixed(max(numbers.peak_chunks))} chunks"
-    if numbers.peak_bytes is not None:
-        peak = f"{fixed(max(numbers.peak_bytes) / GIB)} GiB"
     return (
         f"bubble {percent(numbers.timeline.bubble)}, "
         f"span bubble {percent(numbers.timeline.span_bubble)}, "
-        f"peak {peak} ({percent(numbers.relative_peak)} of 1F1B)"
+        f"peak {numbers.peak_text} ({percent(numbers.relative_peak)} of 1F1B)"
     )
 
 
@@ -233,13 +237,10 @@ def comparison_rows(numbers: Sequence[RunNumbers]) -> list[list[str]]:
     for run in numbers:
         timeline = run.timeline
         messages, share = messages_per_microbatch(timeline.schedule)
-        peak = f"{fixed(max(run.peak_chunks))} chunks"
-        if in_bytes and run.peak_bytes is not None:
-            peak = f"{fixed(max(run.peak_bytes) / GIB)} GiB"
         rows.append(
             [
                 plain(timeline.schedule.name),
-                peak,
+                run.peak_text,
                 percent(run.relative_peak),
                 percent(timeline.bubble),
                 percent(timeline.span_bubble),

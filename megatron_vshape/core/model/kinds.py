@@ -550,15 +550,8 @@ class NeedTable:
 
         def implied_bits(needs: tuple[tuple[int, int], ...]) -> int:
             """Return the parts that these passes imply, optional parts excluded."""
-            return reduce(
-                or_,
-                (
-                    implied[dependency]
-                    for dependency in needs
-                    if dependency[0] not in self.optional_parts
-                ),
-                0,
-            )
+            certain = (implied[need] for need in needs if need[0] not in self.optional_parts)
+            return reduce(or_, certain, 0)
 
         for number, (index, stage) in enumerate(self.topological_order()):
             needs = self.needs[self.parts[index]][stage]

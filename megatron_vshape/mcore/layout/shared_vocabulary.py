@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.pieces import Pieces, without_ends
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.planner.vocabulary import ALL_REDUCE_TIME, shared_pieces
+from megatron_vshape.environment import is_first_rank
 from megatron_vshape.mcore.layout.sizes import ModelSizes
 from megatron_vshape.mcore.layout.stage_map import (
     Split,
@@ -44,7 +44,7 @@ def pad_vocabulary(args: Namespace, num_ranks: int) -> None:
     ):
         return
     args.make_vocab_size_divisible_by = math.lcm(multiple, num_ranks)
-    if args.make_vocab_size_divisible_by != multiple and os.environ.get("RANK", "0") == "0":
+    if args.make_vocab_size_divisible_by != multiple and is_first_rank():
         logger.warning(
             "%s pads the vocabulary to a multiple of %d, not of %d: it is shared by %d pipeline x "
             "%d tensor ranks",

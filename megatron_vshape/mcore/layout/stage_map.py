@@ -6,7 +6,6 @@ This module does not import Megatron, so that the stages of a recipe can be chec
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -18,6 +17,7 @@ from megatron_vshape.core.model.pieces import Encoder, Pieces
 from megatron_vshape.core.model.placement import Placement, chunks_of, stages_of
 from megatron_vshape.core.model.stage_costs import Share
 from megatron_vshape.core.planner.lighter import fitting_layers
+from megatron_vshape.environment import is_first_rank
 from megatron_vshape.mcore.layout.sizes import ModelSizes, option_reader, sizes_of
 
 
@@ -226,7 +226,7 @@ def split_layers(
         layers = pieces.balanced(sizes.num_layers, placement, num_deepstack_levels(args))
         if limit_bytes is not None and measured is not None:
             layers = fitting_layers(pieces, layers, placement, limit_bytes)
-    if text is not None and os.environ.get("RANK", "0") == "0":
+    if text is not None and is_first_rank():
         layers_text = ",".join(map(str, layers))
         logger.info("layers per stage, in model order: %s", layers_text)
     if ends is not None:

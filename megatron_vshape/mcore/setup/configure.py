@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import re
 from argparse import Namespace
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron_vshape.core.model.amounts import STATE_BYTES
 from megatron_vshape.core.paper.catalogue import JOINT_NAMES
 from megatron_vshape.core.schedule_names import AUTO, BaselineSpec
+from megatron_vshape.environment import is_first_rank
 from megatron_vshape.mcore.layout import hybrid, multi_token
 from megatron_vshape.mcore.layout.shared_vocabulary import SharedEnds, pad_vocabulary
 from megatron_vshape.mcore.layout.stage_map import Split, StageMap, megatrons_text, split_layers
@@ -236,7 +236,7 @@ def _warn_of_unused_flags(options: Options) -> None:
     flags = [f"--pipeline-schedule {options.schedule}", *options.flags_for_ours()]
     if options.post_validates:
         flags.append("--optimizer-post-validation")
-    if int(os.environ.get("RANK", "0")) == 0:
+    if is_first_rank():
         logger.warning(
             "%s unused: one pipeline rank has nothing to schedule. Set "
             "--pipeline-model-parallel-size to 2 or more",
@@ -330,7 +330,7 @@ def _splits_graphs(model: Any, options: Options) -> bool:
     try:
         check_split_graphs(model)
     except UnsupportedError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_rank():
             logger.warning("captured layers compute their weight gradients in B: %s", error)
         return False
     return True

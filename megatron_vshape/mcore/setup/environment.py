@@ -21,6 +21,7 @@ from megatron_vshape.environment import (
     SEGMENTS,
     Setting,
     format_settings,
+    is_first_rank,
     missing_settings,
     required_settings,
 )
@@ -69,7 +70,7 @@ class Environment:
             _set_allocator(SEGMENTS.replace("True", "False"))
             if REGISTERS in undone:
                 os.environ.pop(REGISTERS, None)
-            if os.environ.get("RANK", "0") == "0":
+            if is_first_rank():
                 logger.info("expandable segments are off again, as NCCL registers buffers")
 
 
@@ -100,7 +101,7 @@ def _complete(
     if lacking and not is_late:
         os.environ.update({name: value for name, (value, _) in lacking.items()})
         new_settings |= lacking
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         _log(pipeline.choice.name, new_settings, lacking if is_late else {})
     return frozenset(new_settings)
 

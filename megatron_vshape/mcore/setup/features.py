@@ -1,8 +1,7 @@
 """The interface of an optional feature, and the list of all features.
 
-A feature is a folder of `mcore.features`. Its `FEATURE` takes part in the setup of a run, and its
-function `in_steps` creates its part in steps (`step.stage.StepFeature`). Loading a feature imports
-neither torch nor Megatron.
+A feature is a folder of `mcore.features`; its `FEATURE` takes part in the setup and steps of a run.
+Loading a feature imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -79,6 +78,9 @@ class Feature:
         """Return the feature's replacements of Megatron's attributes."""
         return ()
 
+    def in_steps(self, runner: Any) -> Any:
+        """Return its part in the steps of a `PipelineRunner`, a `StepFeature`, or None."""
+
 
 def maturities() -> list[tuple[str, str, Maturity]]:
     """Return name, option and maturity of the schedules and of every feature."""
@@ -90,13 +92,7 @@ def maturities() -> list[tuple[str, str, Maturity]]:
 
 
 @cache
-def feature_modules() -> tuple[Any, ...]:
-    """Return the folders of `mcore.features`, by name."""
-    folders = sorted(module.name for module in iter_modules(home.__path__))
-    return tuple(import_module(f"{home.__name__}.{name}") for name in folders)
-
-
-@cache
 def features() -> tuple[Feature, ...]:
-    """Return the features of all folders."""
-    return tuple(module.FEATURE for module in feature_modules())
+    """Return the features of all folders of `mcore.features`, by name."""
+    folders = sorted(module.name for module in iter_modules(home.__path__))
+    return tuple(import_module(f"{home.__name__}.{name}").FEATURE for name in folders)

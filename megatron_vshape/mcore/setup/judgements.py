@@ -6,12 +6,12 @@ Loaded by `megatron-vshape doctor` and by the warning about arguments without a 
 from __future__ import annotations
 
 import logging
-import os
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from megatron_vshape.environment import is_first_rank
 from megatron_vshape.mcore.refusals import REFUSALS, By, Refusal
 from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.judged_arguments import TOPICS, Judgement
@@ -112,7 +112,7 @@ def unjudged_settings(args: Namespace, defaults: Mapping[str, Any]) -> list[str]
 
 def warn_of_unjudged(args: Namespace, defaults: Mapping[str, Any]) -> None:
     """Log the arguments that are set and have no judgement, on rank 0."""
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first_rank():
         return
     names = unjudged_settings(args, defaults)
     if names:

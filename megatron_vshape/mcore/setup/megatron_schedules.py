@@ -17,6 +17,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import check_layers
 from megatron_vshape.core.model.placement import looping
 from megatron_vshape.core.schedule_names import BaselineSpec, with_chunks
+from megatron_vshape.environment import is_first_rank
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.multi_token import num_predicting
 from megatron_vshape.mcore.layout.stage_map import megatrons_text, split_layers
@@ -57,7 +58,7 @@ def choose_megatrons(args: Namespace, baseline: BaselineSpec) -> None:
     args.num_virtual_stages_per_pipeline_rank = baseline.chunks
     if getattr(args, hybrid.OPTION, None) is not None:
         _split_megatrons_own_hybrid(args, Options(schedule=baseline.name))
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         logger.info(
             "no plan within the limit is faster than Megatron's %s, which runs with %d %s per rank",
             baseline.name,

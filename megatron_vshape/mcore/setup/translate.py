@@ -9,7 +9,6 @@ its `__post_init__`: any object with attributes of these names.
 from __future__ import annotations
 
 import logging
-import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.layers import AUTO_SPLIT, check_layers
 from megatron_vshape.core.model.placement import Placement
+from megatron_vshape.environment import is_first_rank
 from megatron_vshape.mcore.layout import given_layout, hybrid, multi_token
 from megatron_vshape.mcore.layout.hybrid import FLAG as PATTERN
 from megatron_vshape.mcore.refusals import OVERLAP_OPTION, UnsupportedError, captures_graphs
@@ -447,7 +447,7 @@ def check_splits_nothing_else(args: Namespace, schedule: str) -> None:
 
 def log_translated(translated: Translated) -> None:
     """Log a line for every option and every warning, on rank 0."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         for notice in translated.notices:
             logger.info("%s", notice)
         for warning in translated.warnings:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,8 +27,9 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.program.instructions import Program, Run
+from megatron_vshape.environment import is_first_rank
 from megatron_vshape.mcore.hook import Replaced
-from megatron_vshape.mcore.refusals import captures_graphs, graph_scope
+from megatron_vshape.mcore.refusals import captures_graphs, graph_scope, num_experts
 from megatron_vshape.mcore.split.te_layers import JobStore, StoreError
 from megatron_vshape.mcore.step_state import StepState
 from megatron_vshape.runtime.graph_memory import GraphMemory
@@ -45,7 +45,7 @@ def cover_whole_layers(options: Any) -> bool:
     scope = graph_scope(options)
     if not scope:
         return True
-    experts = getattr(options, "num_experts", None) or getattr(options, "num_moe_experts", None)
+    experts = num_experts(options)
     all_have_experts = getattr(options, "moe_layer_freq", None) in (None, 1)
     required_scope = {"attn"} | ({"moe"} if experts else set())
     if not experts or not all_have_experts:
@@ -119,7 +119,7 @@ def capture_late(options: Any, planned_by: int) -> None:
     """Delay TE's graph capture until the pass order is final, after `planned_by` steps."""
     if options.cuda_graph_warmup_steps >= planned_by:
         return
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         logger.info(
             "cuda_graph_warmup_steps %d: raised to %d, because graphs are captured in the final "
             "order of passes. Passes are measured before that, launches from Python included",

@@ -30,7 +30,7 @@ from megatron_vshape.mcore.refusals import (
     refusing,
     uses_stash,
 )
-from megatron_vshape.mcore.setup.features import feature_modules
+from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.plans import Agreement, Planner
 from megatron_vshape.mcore.setup.run_config import RunConfig, check_sequence, even_slices
 from megatron_vshape.mcore.step.first_step import FirstStep
@@ -99,7 +99,7 @@ class PipelineRunner:
         self.has_first_plan = False  # the first training step has been planned and logged
         # Every feature is called; most return a StepFeature that does nothing unless the schedule
         # or the options use it.
-        step_features = (module.in_steps(self) for module in feature_modules())
+        step_features = (feature.in_steps(self) for feature in features())
         self._step_features = [*filter(None, step_features), FirstStep()]
 
     def __call__(

@@ -78,15 +78,14 @@ class OffloadFeature(Feature):
         )
         return line + ("" if needed_bytes <= free_bytes else "; the rest stays in GPU memory")
 
+    def in_steps(self, runner: PipelineRunner) -> StepFeature:
+        """Return the passes that offload and reload."""
+        from megatron_vshape.mcore.features.offload.step import OffloadSteps
+
+        return OffloadSteps(runner.report)
+
 
 FEATURE = OffloadFeature()
-
-
-def in_steps(runner: PipelineRunner) -> StepFeature:
-    """Return the passes that offload and reload."""
-    from megatron_vshape.mcore.features.offload.step import OffloadSteps
-
-    return OffloadSteps(runner.report)
 
 
 def check_offloading(moves_memory: bool, model: Any, schedule: str) -> None:

@@ -18,6 +18,7 @@ from megatron_vshape.mcore.refusals import (
     check_encoder,
     each_of,
     is_one_of,
+    num_experts,
     rejection,
 )
 from megatron_vshape.mcore.setup.features import Feature, Support
@@ -50,7 +51,7 @@ def _repeats_dropout_masks(options: Any) -> bool:
 def _frees_saved_activations(options: Any) -> bool:
     backend = getattr(options, "moe_flex_dispatcher_backend", None)
     is_flex = getattr(options, "moe_token_dispatcher_type", None) == "flex"
-    experts = getattr(options, "num_experts", None) or getattr(options, "num_moe_experts", None)
+    experts = num_experts(options)
     has_one_expert_per_rank = experts == getattr(options, "expert_model_parallel_size", None)
     permutes = not has_one_expert_per_rank and not (is_flex and backend in ("hybridep", "ncclep"))
     keeps_bf16_layers = getattr(options, "first_last_layers_bf16", False)
@@ -223,14 +224,13 @@ class OverlapFeature(Feature):
             text += "; CUDA_DEVICE_MAX_CONNECTIONS=1 prevents the overlap: set it to 32"
         return text
 
+    def in_steps(self, runner: PipelineRunner) -> StepFeature | None:
+        """Return the runner of layer plans."""
+        if not runner.pipeline.choice.may_overlap:
+            return None
+        from megatron_vshape.mcore.features.overlap.layer_plans import OverlappedSteps
+
+        return OverlappedSteps()
+
 
 FEATURE = OverlapFeature()
-
-
-def in_steps(runner: PipelineRunner) -> StepFeature | None:
-    """Return the runner of layer plans."""
-    if not runner.pipeline.choice.may_overlap:
-        return None
-    from megatron_vshape.mcore.features.overlap.layer_plans import OverlappedSteps
-
-    return OverlappedSteps()

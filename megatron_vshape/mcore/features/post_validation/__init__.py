@@ -108,14 +108,13 @@ class PostValidationFeature(Feature):
 
         return HOOKS
 
+    def in_steps(self, runner: PipelineRunner) -> StepFeature | None:
+        """Return the part that starts the next step early."""
+        if not runner.pipeline.options.post_validates:
+            return None
+        from megatron_vshape.mcore.features.post_validation.early_step import EarlyStart
+
+        return EarlyStart(runner)
+
 
 FEATURE = PostValidationFeature()
-
-
-def in_steps(runner: PipelineRunner) -> StepFeature | None:
-    """Return the part that starts the next step early."""
-    if not runner.pipeline.options.post_validates:
-        return None
-    from megatron_vshape.mcore.features.post_validation.early_step import EarlyStart
-
-    return EarlyStart(runner)

@@ -148,12 +148,8 @@ class EarlyStart(StepFeature):
             if iterator is not None and id(iterator) not in replays:
                 replays[id(iterator)] = Replay(iterator)
         self._replays = list(replays.values())
-        return data._replace(
-            iterators=[
-                iterator if iterator is None else replays[id(iterator)]
-                for iterator in data.iterators
-            ]
-        )
+        iterators = [None if source is None else replays[id(source)] for source in data.iterators]
+        return data._replace(iterators=iterators)
 
     def end(self, context: StepContext) -> None:
         """Remember the trainer's arguments, which are equal in all training steps of a run."""

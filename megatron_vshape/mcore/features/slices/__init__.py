@@ -199,15 +199,14 @@ class SlicesFeature(Feature):
 
         return HOOKS
 
+    def in_steps(self, runner: PipelineRunner) -> StepFeature:
+        """Return the slices' part in steps."""
+        from megatron_vshape.mcore.features.slices.step import Slicing
+
+        return Slicing()
+
 
 FEATURE = SlicesFeature()
-
-
-def in_steps(runner: PipelineRunner) -> StepFeature:
-    """Return the slices' part in steps."""
-    from megatron_vshape.mcore.features.slices.step import Slicing
-
-    return Slicing()
 
 
 def share_slices(state: StepState, chunks: Sequence[Any], choice: ScheduleChoice) -> None:

@@ -16,12 +16,11 @@ class VariableLengthFeature(Feature):
 
     support = Support("order of variable-length microbatches", "--pipeline-schedule auto")
 
+    def in_steps(self, runner: PipelineRunner) -> StepFeature:
+        """Return the part that reorders the microbatches of a step."""
+        from megatron_vshape.mcore.features.variable_length.reorder import VariableLength
+
+        return VariableLength(runner)
+
 
 FEATURE = VariableLengthFeature()
-
-
-def in_steps(runner: PipelineRunner) -> StepFeature:
-    """Return the part that reorders the microbatches of a step."""
-    from megatron_vshape.mcore.features.variable_length.reorder import VariableLength
-
-    return VariableLength(runner)

@@ -116,12 +116,11 @@ class VocabularyFeature(Feature):
 
         return HOOKS
 
+    def in_steps(self, runner: PipelineRunner) -> StepFeature:
+        """Return the passes of the vocabulary."""
+        from megatron_vshape.mcore.features.vocabulary.step import VocabularySharing
+
+        return VocabularySharing()
+
 
 FEATURE = VocabularyFeature()
-
-
-def in_steps(runner: PipelineRunner) -> StepFeature:
-    """Return the passes of the vocabulary."""
-    from megatron_vshape.mcore.features.vocabulary.step import VocabularySharing
-
-    return VocabularySharing()

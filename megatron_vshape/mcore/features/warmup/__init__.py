@@ -57,14 +57,13 @@ class WarmupFeature(Feature):
             )
         return choice
 
+    def in_steps(self, runner: PipelineRunner) -> StepFeature | None:
+        """Return the warm-up of a run."""
+        if not runner.pipeline.options.warmup:
+            return None
+        from megatron_vshape.mcore.features.warmup.step import Warmup
+
+        return Warmup(runner)
+
 
 FEATURE = WarmupFeature()
-
-
-def in_steps(runner: PipelineRunner) -> StepFeature | None:
-    """Return the warm-up of a run."""
-    if not runner.pipeline.options.warmup:
-        return None
-    from megatron_vshape.mcore.features.warmup.step import Warmup
-
-    return Warmup(runner)
