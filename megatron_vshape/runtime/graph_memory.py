@@ -53,10 +53,6 @@ class GraphMemory:
         """Read the graphs' memory from the allocator, after capture."""
         self._segments = Segments(lambda segment: tuple(segment["segment_pool_id"]) != (0, 0))
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Return whether the tensor's data is in graph memory."""
-        return self.owns(tensor.data_ptr())
-
     def owns(self, address: int) -> bool:
         """Return whether the address is in graph memory."""
         return address in self._segments
@@ -68,4 +64,5 @@ class GraphMemory:
         if isinstance(value, list | tuple):
             return [self.kept(part) for part in value]
         # On the current stream, so before any later replay there overwrites the original.
-        return value.clone() if isinstance(value, Tensor) and self.holds(value) else value
+        is_owned = isinstance(value, Tensor) and self.owns(value.data_ptr())
+        return value.clone() if is_owned else value

@@ -138,7 +138,7 @@ def test_workspace_of_passes_is_reserved(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5000)
     with report.training_step([], 4, 1):
         pass
-    assert report.within_passes_bytes == 4000
+    assert report.memory.within_passes == 4000
     planner = Planner(ScheduleChoice(2, "auto", limit_bytes=1e6))
     planner.reserve((10, 20))
     pipeline: Any = SimpleNamespace(options=Options("auto", 1.0))

@@ -1,9 +1,9 @@
 """Layer splits: layers per stage as given, evenly, or with the least work on the busiest device."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.core.model.placement import Placement
@@ -181,7 +181,7 @@ def balanced_cuts(
     starting_cuts = [_proportional(sums, placement, ends_us)]
     starting_cuts += [list(accumulate(layers, initial=0)) for layers in starts]
     # Start and result of the first search both start the second one, for another local optimum.
-    candidates = [*starting_cuts, *(_improved(cuts, loads) for cuts in starting_cuts)]
+    candidates = [*starting_cuts, *(descend(cuts, loads, _shifted) for cuts in starting_cuts)]
     max_load_us = min(max(loads(cuts)) for cuts in candidates)
 
     def unevenness(cuts: Sequence[int]) -> tuple[float, float]:
@@ -189,7 +189,7 @@ def balanced_cuts(
         excess_us = max(0.0, max(loads(cuts)) - max_load_us)
         return excess_us, rounded(sum(time_us**2 for time_us in _stages(cuts, sums, ends_us)))
 
-    cuts = min((_improved(cuts, unevenness) for cuts in candidates), key=unevenness)
+    cuts = min((descend(cuts, unevenness, _shifted) for cuts in candidates), key=unevenness)
     return tuple(end - start for start, end in pairwise(cuts))
 
 
@@ -209,15 +209,21 @@ def _proportional(
     return [*cuts, len(sums) - 1]
 
 
-def _improved(cuts: list[int], measure: Callable[[Sequence[int]], Any]) -> list[int]:
-    """Shift cuts as long as that lowers the measure."""
-    best = measure(cuts)
-    while True:
-        neighbors = ((measure(neighbor), neighbor) for neighbor in _shifted(cuts))
-        value, neighbor = min(neighbors, default=(best, cuts))
+_Split = TypeVar("_Split", list[int], tuple[int, ...])
+
+
+def descend(
+    split: _Split, measure: Callable[[_Split], Any], neighbors: Callable[[_Split], Iterable[_Split]]
+) -> _Split:
+    """Replace a split by its best neighbor as long as that lowers the measure, down to 0."""
+    best = measure(split)
+    while best:
+        candidates = ((measure(neighbor), neighbor) for neighbor in neighbors(split))
+        value, neighbor = min(candidates, default=(best, split))
         if not value < best:
-            return cuts
-        best, cuts = value, neighbor
+            break
+        best, split = value, neighbor
+    return split
 
 
 def _stages(

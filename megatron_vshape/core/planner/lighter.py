@@ -1,11 +1,12 @@
 """Layer splits by memory: until a microbatch fits, or until the peak is smallest."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 
 from megatron_vshape.core.check.bounds import limits_by_device, min_memory
 from megatron_vshape.core.check.simulate import peak_held
 from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.layers import descend
 from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.model.placement import Placement
 from megatron_vshape.core.model.schedule import Schedule
@@ -32,7 +33,7 @@ def lighter_layers(
     def needs(layers: tuple[int, ...]) -> list[float]:
         return sorted(peak_held(schedule, pieces.costs(layers)), reverse=True)
 
-    layers = _improve_layers(costs.layers, schedule.placement, needs)
+    layers = descend(costs.layers, needs, partial(_moved_layers, placement=schedule.placement))
     return layers, needs(layers)[0]
 
 
@@ -47,45 +48,25 @@ def fitting_layers(
         needs = min_memory(pieces.costs(layers), placement, num_devices)
         return [max(0.0, peak - limit) for peak, limit in zip(needs, limits, strict=True)]
 
-    def heaviest_stages(layers: tuple[int, ...]) -> Collection[int]:
+    def moved_layers(layers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if pieces.shares:  # layers differ: a move changes those of all stages in between
+            return _moved_layers(layers, placement)
         excesses = excess(layers)
-        return [s for s in range(len(layers)) if excesses[placement[s]] == max(excesses)]
+        sources = [s for s in range(len(layers)) if excesses[placement[s]] == max(excesses)]
+        return _moved_layers(layers, placement, sources)
 
-    # If layers differ, any move changes the layers of all stages in between.
-    sources = None if pieces.shares else heaviest_stages
-    return _improve_layers(layers, placement, lambda layers: max(excess(layers)), sources)
-
-
-def _improve_layers(
-    layers: tuple[int, ...],
-    placement: Placement,
-    measure: Callable[[tuple[int, ...]], Any],
-    sources: Callable[[tuple[int, ...]], Collection[int]] | None = None,
-) -> tuple[int, ...]:
-    """Return a layer split that no single-layer move improves.
-
-    `sources` returns the stages whose layers may move; by default all.
-    """
-    best = measure(layers)
-    while best:
-        stages = range(len(layers)) if sources is None else sources(layers)
-        candidates = [(measure(moved), moved) for moved in _moved_layers(layers, placement, stages)]
-        value, moved = min(candidates, default=(best, layers))
-        if not value < best:
-            break
-        best, layers = value, moved
-    return layers
+    return descend(layers, lambda layers: max(excess(layers)), moved_layers)
 
 
 def _moved_layers(
-    layers: tuple[int, ...], placement: Placement, sources: Collection[int]
+    layers: tuple[int, ...], placement: Placement, sources: Collection[int] | None = None
 ) -> Iterator[tuple[int, ...]]:
-    """Yield the splits with one layer of `sources` on another device.
+    """Yield the splits with one layer of `sources`, by default any, on another device.
 
     Inner stages keep at least one.
     """
     ends = (0, len(layers) - 1)
-    for source in sources:
+    for source in range(len(layers)) if sources is None else sources:
         if layers[source] <= (source not in ends):
             continue
         for target in range(len(layers)):

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from megatron_vshape.mcore.layout.sizes import layers_with_linear_attention
+from megatron_vshape.mcore.layout.sizes import layers_with_experts, layers_with_linear_attention
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.options import UnsupportedError
 
@@ -94,10 +94,8 @@ def _layers(chunk: Any) -> list[nn.Module]:
 
 def has_experts(config: Any, num_layers: int) -> list[bool]:
     """Return for each layer whether it has experts, by Megatron's `moe_layer_freq`."""
-    frequency = config.moe_layer_freq
-    if isinstance(frequency, int):
-        return [layer % frequency == 0 for layer in range(num_layers)]
-    return [bool(layer) for layer in frequency]
+    options = {"moe_layer_freq": config.moe_layer_freq, "num_layers": num_layers}
+    return [*layers_with_experts(options.get)]
 
 
 def _has_linear_attention(config: Any, num_layers: int) -> list[bool]:

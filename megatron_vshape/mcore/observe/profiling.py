@@ -40,7 +40,6 @@ from megatron_vshape.mcore.setup.plans import PlannedStep, Planner
 from megatron_vshape.mcore.setup.run_config import RunConfig
 from megatron_vshape.runtime.hosts import gather_objects
 from megatron_vshape.runtime.measure import (
-    Held,
     PassTimer,
     clocks_ahead_us,
     gather_slots,
@@ -209,9 +208,9 @@ class Profiler:
         # First the costs for a prediction; the second group of steps checks this prediction.
         if self._prediction is None:
             send_us = measure_send_us(program, group.rank(), transport, message)
-            costs = self._agreed_costs(timelines, send_us, self.report.held, group)
-            if self.report.moved:
-                costs = with_copies(costs, self.report.moved, message.device)
+            costs = self._agreed_costs(timelines, send_us, group)
+            if self.report.memory.moved:
+                costs = with_copies(costs, self.report.memory.moved, message.device)
             self._costs = costs
             self._rest_us = _rest_us([rows for _, rows in gathered], timelines)
             self._reserve_within_passes(group)
@@ -226,7 +225,7 @@ class Profiler:
 
     def _reserve_within_passes(self, group: dist.ProcessGroup) -> None:
         """Reserve memory for temporary allocations of passes within the memory limit."""
-        planner, local_bytes = self.planner, self.report.within_passes_bytes
+        planner, local_bytes = self.planner, self.report.memory.within_passes
         if planner.choice.limit_bytes is None:
             return
         max_bytes = max_of_replicas(local_bytes, group, float)
@@ -324,12 +323,11 @@ class Profiler:
         self,
         timelines: Sequence[Timeline],
         send_us: float | None,
-        activation_memory: Held,
         group: dist.ProcessGroup,
     ) -> Costs:
         """Return the median of the costs that all pipelines of the world have measured."""
-        local_measurements = (send_us, dict(activation_memory), self.report.allocated)
-        measurements = gather_objects(local_measurements, group)
+        memory = self.report.memory
+        measurements = gather_objects((send_us, memory.held, memory.allocated), group)
         sends_us = [time_us for time_us, _, _ in measurements if time_us is not None]
         memory_by_stage = {
             stage: pair for _, rank_memory, _ in measurements for stage, pair in rank_memory.items()

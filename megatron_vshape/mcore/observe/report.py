@@ -63,7 +63,8 @@ class Memory(NamedTuple):
 
     peak_bytes: int
     held: dict[int, tuple[float, float]]  # per stage and microbatch: bytes after F, after B
-    within_passes: int  # peak bytes that passes allocate and free; 0 without a GPU
+    # Peak bytes that passes allocate and free, which the plan does not include; 0 without a GPU.
+    within_passes: int
     moved: Mapping[int, int] = {}  # per stage: bytes of a microbatch that can leave the device
     external_memory: Mapping[str, int] = {}  # size in bytes by the name of the memory
     # Bytes of a microbatch that passes of features allocate, by the name of the amount in costs.
@@ -117,33 +118,13 @@ class RunReport:
     _started_s: float | None = None
     _step_s: list[float] = field(default_factory=list)
     last_step_s: float | None = None  # duration of the previous step, if known
-    _tokens: int = 0
+    tokens: int = 0  # of this rank's last step
     _checked: Checked | None = None  # set if this run has measured costs
 
     @property
-    def held(self) -> dict[int, tuple[float, float]]:
-        """Return the bytes of a microbatch per stage of this rank, after F and after B."""
-        return {} if self._memory is None else self._memory.held
-
-    @property
-    def allocated(self) -> Mapping[Amount, float]:
-        """Return the bytes that a microbatch's passes of features allocate here, by amount."""
-        return {} if self._memory is None else self._memory.allocated
-
-    @property
-    def moved(self) -> Mapping[int, int]:
-        """Return the bytes of a microbatch per stage that can wait elsewhere, if measured."""
-        return {} if self._memory is None else self._memory.moved
-
-    @property
-    def within_passes_bytes(self) -> int:
-        """Return the peak bytes that passes allocate and free, which the plan does not include."""
-        return 0 if self._memory is None else self._memory.within_passes
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of tokens in this rank's last step."""
-        return self._tokens
+    def memory(self) -> Memory:
+        """The memory of the last step that measured it; zeros before."""
+        return Memory(0, {}, 0) if self._memory is None else self._memory
 
     @property
     def step_s(self) -> float:
@@ -178,10 +159,10 @@ class RunReport:
         """
         now = time.perf_counter()
         self.last_step_s = None
-        if self._started_s is not None and tokens == self._tokens:
+        if self._started_s is not None and tokens == self.tokens:
             self.last_step_s = now - self._started_s
             self._step_s.append(self.last_step_s)
-        self._started_s, self._tokens = now, tokens
+        self._started_s, self.tokens = now, tokens
         if self._memory is not None:
             yield
             return
@@ -231,7 +212,7 @@ class RunReport:
         memories = gather_objects(local_memory, pipeline_group)
         speed = "throughput unknown (too few steps)"
         if self._step_s:
-            speed = f"{self._tokens * copies / self.step_s:,.0f} tokens/s"
+            speed = f"{self.tokens * copies / self.step_s:,.0f} tokens/s"
         line = (
             f"{self.name}: {speed}; peak activation memory per rank in MiB: "
             f"measured {_format_mib([memory.peak_bytes for memory in memories])}"
