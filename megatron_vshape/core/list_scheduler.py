@@ -217,10 +217,8 @@ def make_pass_types(
     ticks, increases, changes = map(
         list, zip(*(amounts(*pass_type) for pass_type in pass_types), strict=True)
     )
-    reverse, stages = (
-        [kind.is_execution_numbered for kind, _ in pass_types],
-        [stage for _, stage in pass_types],
-    )
+    reverse = [kind.is_execution_numbered for kind, _ in pass_types]
+    stages = [stage for _, stage in pass_types]
     return PassTypes(
         queue=queue,
         ticks=ticks,

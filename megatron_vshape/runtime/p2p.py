@@ -26,12 +26,7 @@ from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.program.instructions import Await, Message, Program, Run, Send, Stream
 from megatron_vshape.runtime import nccl
 from megatron_vshape.runtime.device_collectives import DeviceCollectives
-from megatron_vshape.runtime.failures import (
-    WaitingThreads,
-    Watch,
-    cause_of_others,
-    no_progress,
-)
+from megatron_vshape.runtime.failures import WaitingThreads, Watch, cause_of_others, no_progress
 from megatron_vshape.runtime.hosts import has_peers
 from megatron_vshape.runtime.program_runner import Place, describe
 

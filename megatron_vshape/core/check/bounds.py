@@ -90,10 +90,8 @@ def min_memory(costs: Costs, placement: Placement, num_devices: int) -> tuple[fl
         # order, so when it reaches a stage, only activations of earlier stages are left.
         bytes_before = bytes_after = peak
         for stage in stages:
-            retained_bytes, activation_bytes = (
-                costs.held_after_backward_bytes[stage],
-                costs.held_after_forward_bytes[stage],
-            )
+            retained_bytes = costs.held_after_backward_bytes[stage]
+            activation_bytes = costs.held_after_forward_bytes[stage]
             bytes_after += costs.slices * activation_bytes
             # During the stage's last F or first B; after that B: the other slices, and its part for
             # W.
@@ -191,10 +189,8 @@ def lower_bound(
         for round_trip, extra_us in zip(paths.round_trip, extra_slices_us, strict=True)
     ]
     # The first microbatch alone: from F of stage 0 to its B and W.
-    best, device_us = (
-        paths.round_trip[0] + extra_slices_us[0] + costs.weight_us[0],
-        costs.device_us(),
-    )
+    best = paths.round_trip[0] + extra_slices_us[0] + costs.weight_us[0]
+    device_us = costs.device_us()
     device_ends = []
     for device, stages in enumerate(stages_of(placement, num_devices)):
         start = paths.forward[stages[0]]

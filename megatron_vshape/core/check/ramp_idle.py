@@ -111,10 +111,8 @@ def end_with_idle(
         idle = np.maximum(times - _max_work(line, times, num_microbatches, limit), 0.0)
         curves.append((times, np.maximum.accumulate(idle)))  # idle time never decreases
     (start_times, start_idle), (end_times, end_idle) = curves
-    total_idle, total_times = (
-        start_idle[:, None] + end_idle[None, :],
-        start_times[:, None] + end_times[None, :],
-    )
+    total_idle = start_idle[:, None] + end_idle[None, :]
+    total_times = start_times[:, None] + end_times[None, :]
     # A better bound separates the two intervals more, so repeat until nothing improves.
     while True:
         end = work + float(np.max(np.where(total_times <= bound, total_idle, 0.0)))
@@ -265,10 +263,8 @@ def _multipliers(line: _Line, limit: float) -> Iterator[float]:
     sign = np.where(line.weight > 0, -1.0, 1.0) * (-1 if line.backwards else 1)
     memory_sums = np.concatenate([[0.0], np.cumsum(sign * line.activation)])
     work_sums = np.concatenate([[0.0], np.cumsum(line.ticks + line.weight)])
-    memory_steps, work_steps = (
-        memory_sums[None, :] - memory_sums[:, None],
-        work_sums[None, :] - work_sums[:, None],
-    )
+    memory_steps = memory_sums[None, :] - memory_sums[:, None]
+    work_steps = work_sums[None, :] - work_sums[:, None]
     usable = (np.abs(memory_steps) > _ROUNDING * memory_sums.max()) & (
         work_steps / np.where(memory_steps, memory_steps, 1) > 0
     )

@@ -173,11 +173,9 @@ class _Simulation:
         if not (self.overlapped or self.costs.by_microbatch):
             self._advance_plain(queue_index, ready)
             return
-        passes, starts, ends = (
-            self.queues[queue_index].passes,
-            self.starts[queue_index],
-            self.ends[queue_index],
-        )
+        passes = self.queues[queue_index].passes
+        starts = self.starts[queue_index]
+        ends = self.ends[queue_index]
         clock = ends[-1] if ends else 0.0
         while len(ends) < len(passes):
             work = passes[len(ends)]
@@ -203,12 +201,10 @@ class _Simulation:
     def _advance_plain(self, queue_index: int, ready: list[int]) -> None:
         """Run `_advance` for single passes whose costs do not depend on the microbatch."""
         # A step has 10^5 passes, so each needs no call and few lookups, which halves the time.
-        starts, ends, rules, waiting_queues = (
-            self.starts[queue_index],
-            self.ends[queue_index],
-            self.rules,
-            self.waiting_queues,
-        )
+        starts = self.starts[queue_index]
+        ends = self.ends[queue_index]
+        rules = self.rules
+        waiting_queues = self.waiting_queues
         # A queue that had to wait starts again here, so an advanced clock need not be saved.
         clock = ends[-1] if ends else 0.0
         passes = self.queues[queue_index].passes

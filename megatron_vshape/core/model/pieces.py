@@ -5,20 +5,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
-from megatron_vshape.core.model.amounts import (
-    DUMMY_BYTES,
-    STATE_BYTES,
-    Amount,
-)
+from megatron_vshape.core.model.amounts import DUMMY_BYTES, STATE_BYTES, Amount
 from megatron_vshape.core.model.costs import ByMicrobatch, Costs
-from megatron_vshape.core.model.kinds import (
-    HELD,
-    KINDS,
-    MOVING,
-    Kind,
-    ScheduleError,
-    other_amounts,
-)
+from megatron_vshape.core.model.kinds import HELD, KINDS, MOVING, Kind, ScheduleError, other_amounts
 from megatron_vshape.core.model.layers import balanced_cuts, check_stages, even_layers, rounded
 from megatron_vshape.core.model.placement import Placement, looping
 from megatron_vshape.core.model.stage_costs import (

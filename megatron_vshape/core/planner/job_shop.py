@@ -247,11 +247,9 @@ def make_shop(problem: Problem, num_microbatches: int) -> improve.JobShop:
     inputs, readers, queue_readers = (_Links(num_types) for _ in range(3))
     for pass_type in range(num_types):
         for entry in range(types.needs.begin[pass_type], types.needs.begin[pass_type + 1]):
-            source, lag, is_reversed = (
-                types.needs.numbers[entry],
-                types.lag[entry],
-                bool(types.is_reversed[entry]),
-            )
+            source = types.needs.numbers[entry]
+            lag = types.lag[entry]
+            is_reversed = bool(types.is_reversed[entry])
             inputs.add(pass_type, source, lag, is_reversed)
             (readers if queue[source] != queue[pass_type] else queue_readers).add(
                 source, pass_type, lag, is_reversed

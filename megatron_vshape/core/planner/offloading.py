@@ -639,11 +639,9 @@ class OffloadSearch(PlacementSearch):
         ends = np.zeros(1, np.int64)
         candidates = []
         slacks: Sequence[float] = _SLACKS[:1] if self.strategy.throughout else _SLACKS
-        throughout, in_host, shop = (
-            self.strategy.throughout,
-            problem.max_moved,
-            self._parts_shop(),
-        )
+        throughout = self.strategy.throughout
+        in_host = problem.max_moved
+        shop = self._parts_shop()
         for rows in _insert_copies(problem, shop, base.row, slacks, throughout, in_host):
             candidates += [
                 self._make_candidate(f"{base.name}, copies", 1, m, row, ends, ends)

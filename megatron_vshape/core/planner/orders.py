@@ -12,11 +12,7 @@ import numpy as np
 from megatron_vshape.core.check import bounds
 from megatron_vshape.core.check.simulate import peak_held, simulate
 from megatron_vshape.core.check.verify import verify
-from megatron_vshape.core.evaluated_schedule import (
-    ORDER_ALONE,
-    EvaluatedSchedule,
-    MemoryStrategy,
-)
+from megatron_vshape.core.evaluated_schedule import ORDER_ALONE, EvaluatedSchedule, MemoryStrategy
 from megatron_vshape.core.list_scheduler import EIGHTHS
 from megatron_vshape.core.model.kinds import PARTS, Kind, ScheduleError
 from megatron_vshape.core.model.placement import Placement, looping, stages_of

@@ -331,14 +331,10 @@ def _transfers(
                 # The first gap after the send, in which the receive waits for nothing.
                 gap = bisect_left(planned.starts[target], planned.ends[source][send_gap - 1])
                 # Between the same collectives as the send: no device passes a collective alone.
-                num_collectives, past = (
-                    bisect_left(collectives[source], send_gap),
-                    past_collectives[target],
-                )
-                post_gap, first_gap = (
-                    min(post_gap, gap, read_pass, past[num_collectives + 1]),
-                    past[num_collectives] + 1,
-                )
+                num_collectives = bisect_left(collectives[source], send_gap)
+                past = past_collectives[target]
+                post_gap = min(post_gap, gap, read_pass, past[num_collectives + 1])
+                first_gap = past[num_collectives] + 1
                 post_gap = max(post_gap, first_gap)
                 # All devices stop there together, so no message may be under way at that point.
                 if passes_before_stop is not None:

@@ -18,11 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import module as transformer_module
 
 from megatron_vshape.core.model.placement import Placement
-from megatron_vshape.mcore.features.vocabulary.model import (
-    check_rows,
-    has_shared_rows,
-    share_rows,
-)
+from megatron_vshape.mcore.features.vocabulary.model import check_rows, has_shared_rows, share_rows
 from megatron_vshape.mcore.frameworks import adapt_frameworks
 from megatron_vshape.mcore.hook import Function, Hook, replaces, replaces_always
 from megatron_vshape.mcore.hooks.session import Session

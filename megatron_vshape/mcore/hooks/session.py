@@ -42,10 +42,7 @@ from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.run_config import RunConfig
 from megatron_vshape.mcore.split import graphs
 from megatron_vshape.mcore.split.graphs import capture_order, covered, passes_of
-from megatron_vshape.mcore.split.linear_layers import (
-    defer_weight_gradients,
-    make_split_linear,
-)
+from megatron_vshape.mcore.split.linear_layers import defer_weight_gradients, make_split_linear
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner, message_bytes
 from megatron_vshape.mcore.step.gradient_sync import splits_last
 from megatron_vshape.mcore.step.losses import can_wait

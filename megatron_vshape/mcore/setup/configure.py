@@ -57,11 +57,7 @@ from megatron_vshape.mcore.setup.megatron_schedules import (
 )
 from megatron_vshape.mcore.setup.one_planner import RankZeroPlanner
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.mcore.setup.run_config import (
-    RunConfig,
-    ScheduleChoice,
-    Settings,
-)
+from megatron_vshape.mcore.setup.run_config import RunConfig, ScheduleChoice, Settings
 from megatron_vshape.mcore.setup.stage_plan import plan_stages
 from megatron_vshape.mcore.setup.translate import log_translated
 from megatron_vshape.mcore.split import graphs

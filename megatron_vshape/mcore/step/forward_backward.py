@@ -54,11 +54,7 @@ from megatron_vshape.mcore.step.stage import (
     TrainerCall,
 )
 from megatron_vshape.mcore.step_state import StepState, device_of
-from megatron_vshape.runtime.failures import (
-    forget_cause,
-    publish_cause_at_exit,
-    publishing_cause,
-)
+from megatron_vshape.runtime.failures import forget_cause, publish_cause_at_exit, publishing_cause
 from megatron_vshape.runtime.hosts import gather_objects, ranks_of_this_host
 from megatron_vshape.runtime.p2p import Transport, TransportError
 from megatron_vshape.runtime.program_runner import Observer, Place, ProgramRun
