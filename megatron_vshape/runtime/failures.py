@@ -334,13 +334,13 @@ PATIENCE_S = 2.0
 """Seconds for which a rank with a failed connection waits for the cause."""
 
 
-def publish_cause(error: BaseException, where: str = "") -> None:
+def publish_cause(error: BaseException) -> None:
     """Log why this rank fails, and publish it unless another rank has failed before."""
     if getattr(error, "_is_published", False):
         return
     # The exception may pass several of these handlers on its way up.
     error._is_published = True  # type: ignore[attr-defined]
-    cause = f"rank {dist.get_rank()}: {type(error).__name__}: {error!s:.300}{where}"
+    cause = f"rank {dist.get_rank()}: {type(error).__name__}: {error!s:.300}"
     logger.critical("%s", cause)
     with suppress(Exception):  # the store may be gone with the rank that had it
         # An empty expected value sets the key only if it does not exist: the first failure wins.

@@ -469,10 +469,11 @@ class Codec(NamedTuple):
         return tuple(tuple(self.work(n) for n in row if n != NONE) for row in rows)
 
 
-def padded(rows: Iterable[Sequence[int]], length: int = 0) -> np.ndarray:
-    """Return rows of numbers in one array, padded to the longest or to `length`."""
+def padded(rows: Iterable[Sequence[int]]) -> np.ndarray:
+    """Return rows of numbers in one array, padded to the longest."""
     numbers_of_rows = list(rows)
-    array = np.full((len(numbers_of_rows), max(length, *map(len, numbers_of_rows))), NONE, np.int64)
+    longest = max(map(len, numbers_of_rows), default=0)
+    array = np.full((len(numbers_of_rows), longest), NONE, np.int64)
     for row, numbers in zip(array, numbers_of_rows, strict=True):
         row[: len(numbers)] = numbers
     return array
@@ -483,7 +484,7 @@ _place_weights = compiled_once(place_weights, *WEIGHT_CALLEES)
 
 
 def fill_idle_time(
-    problem: Problem, row: np.ndarray, cool_down: int, num_microbatches: int = 0, delay: int = 0
+    problem: Problem, row: np.ndarray, cool_down: int, delay: int = 0
 ) -> np.ndarray | None:
     """Return the order with its idle time filled; None if no pass fits in the memory.
 
@@ -491,10 +492,9 @@ def fill_idle_time(
         problem: costs and limits.
         row: [queue, position] -> pass.
         cool_down: if a device has at most this many forwards left, W only run if nothing else can.
-        num_microbatches: required for an order that lacks passes (default: by its length).
         delay: maximum delay of the next pass by a filler, in eighths of the filler's time.
     """
-    order, flat = _order_of(problem, row, num_microbatches)
+    order, flat = _order_of(problem, row)
     order = order._replace(delay=delay)
     new_order = np.empty(len(flat), np.int64)
     if _fill(order, new_scheduler_state(order, _zeros), new_order, cool_down, NONE) < len(flat):
@@ -533,7 +533,7 @@ def _in_rows_of(template: np.ndarray, flat: np.ndarray) -> np.ndarray:
 
 
 def _order_of(
-    problem: Problem, row: np.ndarray, num_microbatches: int
+    problem: Problem, row: np.ndarray, num_microbatches: int = 0
 ) -> tuple[PassOrder, np.ndarray]:
     """Return the order as step 4 needs it, and the passes of its positions."""
     flat = row[row != NONE].astype(np.int64)

@@ -72,15 +72,13 @@ class SteadyOrder:
     """Cyclic pass order of every device in the steady phase.
 
     Iteration k runs, for each (kind, stage, offset) of a row, microbatch k * `microbatches` +
-    offset. `period_us` is the minimum time of an iteration, `latency_us` the time from the start of
-    a microbatch's first pass to the end of its last.
+    offset. `period_us` is the minimum time of an iteration.
     """
 
     placement: Placement
     microbatches: int
     rows: tuple[tuple[tuple[Kind, int, int], ...], ...]
     period_us: float
-    latency_us: float
 
 
 def find_steady_orders(
@@ -155,8 +153,7 @@ class _AnnealedOrders:
             )
             for row in self.orders.rows
         )
-        unit = self.problem.unit_us
-        return SteadyOrder(placement, classes, rows, self.period * unit, self.latency * unit)
+        return SteadyOrder(placement, classes, rows, self.period * self.problem.unit_us)
 
 
 def _make_problem(

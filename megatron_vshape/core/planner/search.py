@@ -387,7 +387,7 @@ class _Race:
         # The values are comparable: in the costs' unit, whatever the ticks of each search.
         return not peers or search.bound * (1 + _TOLERANCE) < min(peer.value() for peer in peers)
 
-    def _is_near_bound(self, within: float = _TOLERANCE) -> bool:
+    def _is_near_bound(self, within: float) -> bool:
         return self.best.value() <= self.bound * (1 + within)
 
     def best_plan(self) -> EvaluatedSchedule:
