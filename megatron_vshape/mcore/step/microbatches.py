@@ -11,12 +11,25 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.step_state import StepState, unwrapped
+
+
+class ForwardingIterator:
+    """An iterator over a trainer's iterator, to which it forwards all attributes except `next`."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
 
 
 @dataclass(eq=False)
@@ -48,15 +61,13 @@ class _Shared:
                 self._waiting[number] = item, num_readers - 1
 
 
-@dataclass(eq=False)
-class Reader:
-    """One chunk's view of a shared iterator in one step; other attributes are forwarded."""
+class Reader(ForwardingIterator):
+    """One chunk's view of a shared iterator in one step."""
 
-    shared: _Shared
-    _number: int = 0
-
-    def __iter__(self) -> Reader:
-        return self
+    def __init__(self, shared: _Shared) -> None:
+        super().__init__(shared.source)
+        self.shared = shared
+        self._number = 0
 
     def __next__(self) -> Any:
         item = self.shared.read(self._number)
@@ -67,9 +78,6 @@ class Reader:
         """Skip the next microbatch."""
         self.shared.leave(self._number)
         self._number += 1
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.shared.source, name)
 
 
 def iterators_by_chunk(data_iterator: Any, num_chunks: int) -> list[Any]:

@@ -13,18 +13,16 @@ import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
 
+from megatron_vshape.mcore.step.microbatches import ForwardingIterator
 
-class Replay:
+
+class Replay(ForwardingIterator):
     """An iterator that can return again all items since a mark."""
 
     def __init__(self, source: Any) -> None:
-        """Set the trainer's iterator; all attributes except `next` are forwarded to it."""
-        self.source = source
+        super().__init__(source)
         self._replayed: deque[Any] = deque()
         self._recorded: list[Any] | None = None
-
-    def __iter__(self) -> Replay:
-        return self
 
     def __next__(self) -> Any:
         batch = self._replayed.popleft() if self._replayed else next(self.source)
@@ -32,9 +30,6 @@ class Replay:
             # A copy, because a forward step may modify its batch.
             self._recorded.append(copy.copy(batch))
         return batch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.source, name)
 
     def mark(self) -> None:
         """Start recording items."""

@@ -61,26 +61,18 @@ class _MicrobatchLoss(torch.autograd.Function):
         is_mean = router.loss == _LOSSES[-1]
         slice_tokens, slice_probabilities = tokens.to(probabilities.dtype), probabilities.sum(dim=0)
         if load.tokens is None or load.probabilities is None or load.reported is None:
-            load.tokens, load.probabilities, load.reported = (
-                slice_tokens,
-                slice_probabilities,
-                torch.zeros_like(slice_probabilities[0]),
-            )
+            load.tokens = slice_tokens
+            load.probabilities = slice_probabilities
+            load.reported = torch.zeros_like(slice_probabilities[0])
         else:
-            load.tokens, load.probabilities = (
-                load.tokens + slice_tokens,
-                load.probabilities + slice_probabilities,
-            )
+            load.tokens = load.tokens + slice_tokens
+            load.probabilities = load.probabilities + slice_probabilities
         if is_mean:  # a mean over calls with slices, scaled to the tokens of a microbatch
             load.tokens = slice_tokens * _num_slices(part)
         loss = weight * torch.sum(load.probabilities * load.tokens)
         loss_increase, load.reported = loss - load.reported, loss
-        ctx.router, ctx.state, ctx.weight, ctx.shape = (
-            router,
-            state,
-            weight * multiplier,
-            probabilities.shape,
-        )
+        ctx.router, ctx.state = router, state
+        ctx.weight, ctx.shape = weight * multiplier, probabilities.shape
         return loss_increase
 
     @staticmethod

@@ -25,6 +25,7 @@ from megatron_vshape.core.variable_length import (
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
 from megatron_vshape.mcore.setup.plans import PlannedStep
 from megatron_vshape.mcore.step.forward_backward import PipelineRunner
+from megatron_vshape.mcore.step.microbatches import ForwardingIterator
 from megatron_vshape.mcore.step.stage import StepData, StepFeature, TrainerCall
 from megatron_vshape.runtime.failures import cause_of_others
 from megatron_vshape.runtime.hosts import gather_objects
@@ -76,37 +77,29 @@ def lengths_of(item: Any, is_unpadded: bool) -> list[int] | None:
     return [tokens.shape[-1]] * (tokens.shape[0] if tokens.dim() == 2 else 1)
 
 
-class InOrder:
+class InOrder(ForwardingIterator):
     """An iterator over another iterator's microbatches of one step, in the order `order`."""
 
     def __init__(self, source: Any, order: Sequence[int]) -> None:
-        """Set the source; all attributes except `next` are forwarded to it."""
-        self._source = source
+        super().__init__(source)
         self._order = list(order)
         self._read: list[Any] = []
         self._num_returned = 0
-
-    def __iter__(self) -> InOrder:
-        return self
 
     def __next__(self) -> Any:
         number = self._order[self._num_returned]
         self._num_returned += 1
         while len(self._read) <= number:
-            self._read.append(next(self._source))
+            self._read.append(next(self.source))
         item, self._read[number] = self._read[number], None
         return item
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
 
-
-class PeekableIterator:
+class PeekableIterator(ForwardingIterator):
     """An iterator with lookahead."""
 
     def __init__(self, source: Any) -> None:
-        """Set the source; all attributes except `next` are forwarded to it."""
-        self.source = source
+        super().__init__(source)
         self._read: deque[Any] = deque()
 
     def look(self, number: int) -> Any:
@@ -115,14 +108,8 @@ class PeekableIterator:
             self._read.append(next(self.source))
         return self._read[number]
 
-    def __iter__(self) -> PeekableIterator:
-        return self
-
     def __next__(self) -> Any:
         return self._read.popleft() if self._read else next(self.source)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.source, name)
 
 
 class MicrobatchReorderer:

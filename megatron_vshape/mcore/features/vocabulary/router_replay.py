@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.step.microbatches import ForwardingIterator
 from megatron_vshape.mcore.step_state import unwrapped
 
 _RouterStates = list[dict[str, Any]]
@@ -115,23 +116,17 @@ class ModelCalled(Exception):
     """Ends a call of the trainer's function at its call of the model."""
 
 
-@dataclass(eq=False)
-class RecordedIterator:
+class RecordedIterator(ForwardingIterator):
     """An iterator that records its items, so that they can be read again."""
 
-    source: Any
-    _items: list[Any] = field(default_factory=list)
-
-    def __iter__(self) -> RecordedIterator:
-        return self
+    def __init__(self, source: Any) -> None:
+        super().__init__(source)
+        self._items: list[Any] = []
 
     def __next__(self) -> Any:
         item = next(self.source)
         self._items.append(copy.copy(item))  # the trainer may modify its copy
         return item
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.source, name)
 
     def replay(self) -> Iterator[Any]:
         """Return the same items.
