@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 MODULES = (
-    "paper.blocks paper.reordering "
+    "paper.blocks "
     "paper.catalogue check.verify check.simulate model.schedule model.costs "
     "program.lowering program.early_start plan"
 )
