@@ -73,8 +73,26 @@ class TokenRange(NamedTuple):
         return cls(microbatch, begin, begin + slice_length, length)
 
 
+class MutableState:
+    """State whose fields can be set within a context."""
+
+    __slots__ = ()
+
+    @contextmanager
+    def setting(self, **values: Any) -> Iterator[None]:
+        """Set these fields in this context, and restore them at its end."""
+        original_values = {name: getattr(self, name) for name in values}
+        try:
+            for name, value in values.items():
+                setattr(self, name, value)
+            yield
+        finally:
+            for name, value in original_values.items():
+                setattr(self, name, value)
+
+
 @dataclass(slots=True)
-class StepState:
+class StepState(MutableState):
     """State behind the replacements of Megatron's functions and of layers deep in a model.
 
     One object per process. A step resets all fields that it sets.
@@ -110,18 +128,6 @@ class StepState:
         if self.tokens is None:
             raise RuntimeError("attention or its backward ran outside any pass")
         return self.tokens
-
-    @contextmanager
-    def setting(self, **values: Any) -> Iterator[None]:
-        """Set these fields in this context, and restore them at its end."""
-        original_values = {name: getattr(self, name) for name in values}
-        try:
-            for name, value in values.items():
-                setattr(self, name, value)
-            yield
-        finally:
-            for name, value in original_values.items():
-                setattr(self, name, value)
 
     def defer(self, job: GatheringJob, parameters: Sequence[Tensor]) -> None:
         """Defer a job to W that adds to the gradients of `parameters` and retains tensors.

@@ -159,7 +159,7 @@ def test_layers_of_a_chunk_and_of_an_encoder() -> None:
         calls.append((config.num_layers, config.pipeline_model_parallel_layout, vp_stage))
 
     build, layout = core_hooks.block_init(session, original), config.pipeline_model_parallel_layout
-    with session.build.providing(1):
+    with session.build.setting(provided_chunk=1):
         build(None, config)
     session.build.queried_chunk = 0
     build(None, config)

@@ -68,7 +68,7 @@ def provide_chunk(
     if session.pipeline is None or vp_stage is None:
         return original(config, pre_process, post_process, vp_stage)
     ends = session.pipeline.ends(parallel_state.get_pipeline_model_parallel_rank(), vp_stage)
-    with session.build.providing(vp_stage), Replaced() as replaced:
+    with session.build.setting(provided_chunk=vp_stage), Replaced() as replaced:
         if not getattr(config, "is_hybrid_model", False):
             return original(config, *ends, vp_stage)
         # The provider of hybrid models rejects virtual stages, although its model supports them.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -48,7 +47,7 @@ from megatron_vshape.mcore.step.gradient_sync import splits_last
 from megatron_vshape.mcore.step.losses import can_wait
 from megatron_vshape.mcore.step.microbatches import iterators_by_chunk, schedule_table
 from megatron_vshape.mcore.step.stage import Execution
-from megatron_vshape.mcore.step_state import StepState, unwrapped
+from megatron_vshape.mcore.step_state import MutableState, StepState, unwrapped
 
 if TYPE_CHECKING:  # it needs Megatron-LM's trainer
     from megatron_vshape.mcore.observe.iteration_log import IterationLog
@@ -84,14 +83,15 @@ class TrainingState:
 
 
 @dataclass(slots=True)
-class BuildState:
+class BuildState(MutableState):
     """The chunks of this rank while they are built (`core_hooks`), and their optimizer."""
 
     # True from the end of a chunk's constructor until the optimizer or the first step. A library
     # may extend the model then, and query which chunks are the first and the last stage.
     is_extensible: bool = False
     first_chunk: Callable[[], Any] = lambda: None  # weak reference to this rank's first chunk
-    provided_chunk: int | None = None  # chunk that a provider builds now, by `providing`
+    # Chunk that a provider builds now, which calls Megatron without a vp_stage.
+    provided_chunk: int | None = None
     # Chunk whose position the trainer queried last; a library's model may then get no vp_stage.
     queried_chunk: int | None = None
     embedding_chunk: nn.Module | None = None  # with the embedding, until the last one is built
@@ -103,15 +103,6 @@ class BuildState:
     def current_chunk(self) -> int | None:
         """Return the chunk that is being built if the library passes no vp_stage."""
         return self.queried_chunk if self.provided_chunk is None else self.provided_chunk
-
-    @contextmanager
-    def providing(self, chunk: int | None) -> Iterator[None]:
-        """Use `chunk` in this context where a provider calls Megatron without a vp_stage."""
-        former_chunk, self.provided_chunk = self.provided_chunk, chunk
-        try:
-            yield
-        finally:
-            self.provided_chunk = former_chunk
 
 
 @dataclass(slots=True)

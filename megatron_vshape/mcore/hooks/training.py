@@ -162,7 +162,7 @@ def _model_provider(session: Session, provider: Function) -> Function:
                 f"schedule {pipeline.choice.name} has several chunks per rank, and the script's "
                 "model_provider takes no vp_stage: choose a schedule with one, such as zb-h1"
             )
-        with session.build.providing(vp_stage):
+        with session.build.setting(provided_chunk=vp_stage):
             return provider(*pipeline.ends(rank, vp_stage), **options)
 
     @functools.wraps(provider)
@@ -198,7 +198,7 @@ def build_virtual_pipeline_stages(
         # Megatron derived its values from the rank, as if the last stage were on the last rank. In
         # a V it is on rank 0, in chunk 1.
         first, last = pipeline.ends(rank, vp_stage)
-        with session.build.providing(vp_stage):
+        with session.build.setting(provided_chunk=vp_stage):
             return build_model_func(groups, pre_process=first, post_process=last, vp_stage=vp_stage)
 
     return original(build_stage, pg_collection, *args, **options)

@@ -22,6 +22,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from megatron_vshape.mcore.hook import Replaced
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.step_state import StepState, TokenRange, unwrapped
 
@@ -189,12 +190,9 @@ def _slice_attention(
             shape = part.end - part.begin, part.end
             ones = torch.ones(shape, dtype=torch.bool, device=query.device)
             mask = ones.triu(1 + part.begin)[None, None]
-        softmax = core.scale_mask_softmax
-        fused, softmax.scaled_masked_softmax_fusion = softmax.scaled_masked_softmax_fusion, False
-        try:  # the fused softmax kernel supports square masks only
+        with Replaced() as replaced:  # the fused softmax kernel supports square masks only
+            replaced.put(core.scale_mask_softmax, "scaled_masked_softmax_fusion", False)
             return inner(query, keys, values, mask, **options)
-        finally:
-            softmax.scaled_masked_softmax_fusion = fused
 
     return forward
 

@@ -10,8 +10,7 @@ loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from megatron.core.transformer.moe import router as routers
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.refusals import UnsupportedError
-from megatron_vshape.mcore.step_state import StepState, TokenRange, unwrapped
+from megatron_vshape.mcore.step_state import MutableState, StepState, TokenRange, unwrapped
 
 _LOSSES = ("_apply_aux_loss", "_apply_seq_aux_loss", "_apply_global_aux_loss")
 """Methods of Megatron's router, each of which computes a balancing loss. In the last one, n is a
@@ -105,23 +104,13 @@ def _num_slices(part: TokenRange) -> int:
     return part.total // (part.end - part.begin)
 
 
-class _LossContext:
+class _LossContext(MutableState):
     """The router and loss in computation. Process-wide, as Megatron's loss functions are."""
 
     def __init__(self) -> None:
         self.state: StepState | None = None
         self.running: _RouterLoss | None = None
         self.per_token = False
-
-    @contextmanager
-    def computing(self, router: _RouterLoss | None, per_token: bool) -> Iterator[None]:
-        """Attribute losses to this router inside the context."""
-        outer_context = self.running, self.per_token
-        self.running, self.per_token = router, per_token
-        try:
-            yield
-        finally:
-            self.running, self.per_token = outer_context
 
 
 _LOSS_CONTEXT = _LossContext()
@@ -166,7 +155,7 @@ def _with_loss_context(
     per_token = bool(router.calculate_per_token_loss)
 
     def method(*args: Any, **options: Any) -> Any:
-        with _LOSS_CONTEXT.computing(router_loss, per_token):
+        with _LOSS_CONTEXT.setting(running=router_loss, per_token=per_token):
             return inner(*args, **options)
 
     return method

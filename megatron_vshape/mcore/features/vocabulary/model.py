@@ -9,8 +9,6 @@ called. A replacement returns the result of the vocabulary passes (`step`) to th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +21,7 @@ from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.layout.shared_vocabulary import FLAG
 from megatron_vshape.mcore.layout.stage_map import StageMap
 from megatron_vshape.mcore.refusals import UnsupportedError
+from megatron_vshape.mcore.step_state import MutableState
 
 
 class Shards(NamedTuple):
@@ -54,25 +53,16 @@ class VocabularyPasses(Protocol):
 
 
 @dataclass(slots=True)
-class RunningStep:
+class RunningStep(MutableState):
     """The vocabulary passes of the step that a model runs, for the modules of both ends."""
 
-    _passes: VocabularyPasses | None = None
+    running: VocabularyPasses | None = None
 
     @property
     def passes(self) -> VocabularyPasses:
         """Return the passes of the running step."""
-        assert self._passes is not None, "no step runs"
-        return self._passes
-
-    @contextmanager
-    def running(self, passes: VocabularyPasses) -> Iterator[None]:
-        """Run the model with these passes in this context."""
-        self._passes = passes
-        try:
-            yield
-        finally:
-            self._passes = None
+        assert self.running is not None, "no step runs"
+        return self.running
 
 
 def running_step_of(first: Any) -> RunningStep:

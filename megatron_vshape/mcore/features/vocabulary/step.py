@@ -206,7 +206,7 @@ class SharedVocabulary(StepHook):
     @contextmanager
     def around_passes(self) -> Iterator[None]:
         """Set these passes in the model; if a pass fails, close the collectives."""
-        with running_step_of(unwrapped(self.first)).running(self):
+        with running_step_of(unwrapped(self.first)).setting(running=self):
             try:
                 yield
                 self.collectives.drain()
