@@ -133,10 +133,14 @@ def usual_chunks(name: str) -> int:
     """Return the default number of stages per device of the schedule `name`."""
     # The number of chunks is the same for any size that all blocks support, such as this one.
     sizes = {"num_devices": 2, "num_microbatches": 4, "num_chunks": 2, "group_size": 2}
-    block = _BLOCKS[name](
-        **{option: sizes[option] for option in signature(_BLOCKS[name]).parameters}
-    )
+    block = _block_of_sizes(name, sizes)
     return len(block.placement) // block.num_devices
+
+
+def _block_of_sizes(name: str, sizes: Mapping[str, int]) -> BuildingBlock:
+    """Make the building block of a schedule from the sizes that it depends on."""
+    maker = _BLOCKS[name]
+    return maker(**{option: sizes[option] for option in signature(maker).parameters})
 
 
 def make_block(
@@ -182,10 +186,7 @@ def make_block(
         "group_size": min(group_size or num_devices, numbers),
     }
     check_size((num_chunks or usual_chunks(name)) * num_devices, numbers)
-    block = _BLOCKS[name](
-        **{option: sizes[option] for option in signature(_BLOCKS[name]).parameters}
-    )
-    return blocks.sliced(block, slices)
+    return blocks.sliced(_block_of_sizes(name, sizes), slices)
 
 
 def _check_options(name: str, options: Mapping[str, int | None]) -> None:

@@ -110,11 +110,7 @@ class CyclicOrder:
         Passes of one type are renumbered in microbatch order, which changes neither times nor
         memory.
         """
-        min_offset, max_offset = self.offset_range()
-        # All periods in which any offset is a microbatch of the step.
-        periods = np.arange(
-            -(max_offset // self.microbatches) - 1, self._end_period(num_microbatches)
-        )
+        periods = self._periods(num_microbatches)
         rows = []
         for row in self.rows:
             passes, _ = self._passes(row, periods, num_microbatches)
@@ -134,9 +130,7 @@ class CyclicOrder:
         if last - first < 2:
             return None
         middle = (first + last) // 2
-        periods = np.arange(
-            -(max_offset // self.microbatches) - 1, self._end_period(num_microbatches)
-        )
+        periods = self._periods(num_microbatches)
         periods_of_devices = [self._passes(row, periods, num_microbatches)[1] for row in self.rows]
         low = [
             int(np.searchsorted(device_periods, middle)) for device_periods in periods_of_devices
@@ -147,8 +141,11 @@ class CyclicOrder:
         ]
         return np.array(low), np.array(high)
 
-    def _end_period(self, num_microbatches: int) -> int:
-        return (num_microbatches - self.offset_range()[0]) // self.microbatches + 1
+    def _periods(self, num_microbatches: int) -> np.ndarray:
+        """Return all periods in which any offset is a microbatch of the step."""
+        min_offset, max_offset = self.offset_range()
+        first = -(max_offset // self.microbatches) - 1
+        return np.arange(first, (num_microbatches - min_offset) // self.microbatches + 1)
 
     def _passes(
         self, row: tuple[np.ndarray, np.ndarray], periods: np.ndarray, num_microbatches: int
