@@ -1,12 +1,12 @@
 """Convert a Hugging Face config.json to Megatron's flags of the same language model."""
 
 from collections.abc import Iterable, Mapping
-from itertools import groupby
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.mcore.layout.sizes import layer_pattern
 from megatron_vshape.rehearsal.command import flags_of
 
 
@@ -241,9 +241,3 @@ def _linear_attention_options(config: Mapping[str, Any]) -> dict[str, Any]:
     types = config.get("layer_types", ())
     freq = layer_pattern(layer == "linear_attention" for layer in types) if types else 4
     return {"linear_attention_freq": freq} | options  # 4: the default of transformers
-
-
-def layer_pattern(layers: Iterable[bool]) -> str:
-    """Return a list of 0 and 1 as in Megatron's options: ([0]*3+[1]*58)."""
-    parts = [f"[{kind:d}]*{len([*run])}" for kind, run in groupby(layers)]
-    return f"({'+'.join(parts)})"

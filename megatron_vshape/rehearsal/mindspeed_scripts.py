@@ -9,8 +9,8 @@ import re
 from dataclasses import replace
 from itertools import accumulate
 
+from megatron_vshape.mcore.layout.sizes import layer_pattern
 from megatron_vshape.rehearsal.command import Command, words_by_flag
-from megatron_vshape.rehearsal.hf_config import layer_pattern
 from megatron_vshape.rehearsal.rank_job import LoraConfig
 
 _FUSED = "--use-fused-rmsnorm", "--use-fused-swiglu", "--use-fused-rotary-pos-emb"

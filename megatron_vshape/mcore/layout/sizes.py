@@ -6,7 +6,8 @@ This module does not import Megatron: a sweep reads the sizes from a command lin
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -87,6 +88,12 @@ def layers_with_linear_attention(option: Options) -> tuple[bool, ...]:
     if isinstance(frequency, int):
         return tuple((layer + 1) % frequency != 0 for layer in range(num_layers))
     return tuple(map(bool, frequency))
+
+
+def layer_pattern(layers: Iterable[bool]) -> str:
+    """Return a list of 0 and 1 as in Megatron's options: ([0]*3+[1]*58)."""
+    parts = [f"[{kind:d}]*{len([*run])}" for kind, run in groupby(layers)]
+    return f"({'+'.join(parts)})"
 
 
 def _layer_frequency(option: Options, name: str) -> Any:
