@@ -1,6 +1,6 @@
 """From Megatron's arguments to the configuration of a run, and its checks.
 
-A copy of the arguments is configured; they are changed only after all checks have passed.
+`decide` changes nothing, and `apply` makes all changes of a decision in Megatron's arguments.
 
 A library on top of Megatron-Core does not use Megatron's argument parser. Its schedule options come
 from `register`, and the model options from a TransformerConfig (`pipeline_from_config`).
@@ -12,8 +12,9 @@ import copy
 import logging
 import re
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -103,6 +104,13 @@ class StageLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         return sum(layers.count(layer_type) for layers in self.stages[:stage])
 
 
+class Decision(NamedTuple):
+    """The schedule of a run, and the values that it sets in Megatron's arguments or a config."""
+
+    config: RunConfig | None  # None: Megatron runs a schedule of its own
+    changes: Mapping[str, Any]
+
+
 def rank_zero_planner(args: Namespace) -> RankZeroPlanner:
     """Return the planner that runs on one rank for all, with the timeout of Megatron."""
     options = options_of(args)
@@ -117,14 +125,10 @@ def rank_zero_planner(args: Namespace) -> RankZeroPlanner:
 def pipeline_from_args(
     args: Namespace, registered: Options | None = None, rank_zero: RankZeroPlanner | None = None
 ) -> RunConfig | None:
-    """Configure the pipeline that the flags request, and set its stages in the arguments.
+    """Decide the pipeline that the flags request, and apply the decision to the arguments.
 
     Called before Megatron validates its arguments. Without a schedule in the flags, the options of
-    `register` apply. None: Megatron runs a schedule of its own. `rank_zero` plans for all ranks.
-
-    Raises:
-        ScheduleError: The schedule does not exist or does not fit this run.
-        UnsupportedError: The schedule does not support an option.
+    `register` apply. Raises as `decide`.
     """
     # Flags win over `register`, because the command line is the more specific.
     options = options_of(args)
@@ -133,18 +137,38 @@ def pipeline_from_args(
     # Options that are not given are no attributes of args.
     if options.schedule is not None or "pipeline_timeout" in args:
         _check_values(args, options)
+    decision = decide(args, options, rank_zero or rank_zero_planner(args))
+    apply(decision, args)
+    return decision.config
+
+
+def decide(args: Namespace, options: Options, rank_zero: RankZeroPlanner) -> Decision:
+    """Decide between a schedule of this package and one of Megatron, and their stages.
+
+    The arguments stay unchanged. `rank_zero` plans for all ranks.
+
+    Raises:
+        ScheduleError: The schedule does not exist or does not fit this run.
+        UnsupportedError: The schedule does not support an option.
+    """
     draft = copy.copy(args)
-    config = _configure(draft, options, rank_zero or rank_zero_planner(args))
-    _set_changes(args, draft)
-    return config
+    return Decision(_configure(draft, options, rank_zero), _differences(args, draft))
 
 
-def _set_changes(target: Any, draft: Any) -> None:
-    """Set the attributes of `draft` that `target` lacks or has with another value."""
-    values = vars(target)
-    for name, value in vars(draft).items():
-        if name not in values or values[name] is not value:
-            setattr(target, name, value)
+def apply(decision: Decision, target: Any) -> None:
+    """Set the values of a decision in Megatron's arguments or in a config."""
+    for name, value in decision.changes.items():
+        setattr(target, name, value)
+
+
+def _differences(original: Any, draft: Any) -> dict[str, Any]:
+    """Return the attributes of `draft` that `original` lacks or has with another value."""
+    values = vars(original)
+    return {
+        name: value
+        for name, value in vars(draft).items()
+        if name not in values or values[name] is not value
+    }
 
 
 def _configure(draft: Namespace, options: Options, rank_zero: RankZeroPlanner) -> RunConfig | None:
@@ -418,7 +442,7 @@ def pipeline_from_config(config: Any, options: Options) -> RunConfig:
         loss_last=True,
     )
     set_stages_in_config(draft, run_config.stage_map)
-    _set_changes(config, draft)
+    apply(Decision(run_config, _differences(config, draft)), config)
     return run_config
 
 
