@@ -30,6 +30,12 @@ class Violation:
         return f"{self.problem}. {self.fix}" if self.fix else self.problem
 
 
+_HOW_TO_NAME = (
+    "give the model with --model NAME or FILE, set the variables of the script that name it "
+    "(NAME=VALUE megatron-vshape ...), or add its flags after the command or file"
+)
+
+
 def check_model(command: Command) -> None:
     """Raise ScheduleError if the command has no layers or no size of them.
 
@@ -44,11 +50,11 @@ def check_model(command: Command) -> None:
             raise ScheduleError(
                 f"{command.script} has none of Megatron's flags for a model, such as --num-layers: "
                 "a program that trains without Megatron is not supported. If it uses Megatron, "
-                "give the model with --model FILE, or add its flags after the command or file"
+                f"{_HOW_TO_NAME}"
             )
         raise ScheduleError(
-            f"the command has no {', '.join([*unknown, *others])}, so the model{name} is unknown. "
-            "Give the model with --model FILE, or add its flags after the command or file"
+            f"the command has no {', '.join([*unknown, *others])}, so the model{name} is unknown: "
+            f"{_HOW_TO_NAME}"
         )
 
 

@@ -183,4 +183,4 @@ def test_a_command_without_layers_or_sizes_is_rejected(
 ) -> None:
     pytest.importorskip("torch")
     assert main([*command.split(), "--", "pretrain_gpt.py", *flags.split()]) == 2
-    assert "so the model is unknown. Give the model with --model FILE" in capsys.readouterr().err
+    assert "so the model is unknown: give the model with --model NAME" in capsys.readouterr().err
