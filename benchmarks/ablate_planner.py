@@ -57,8 +57,8 @@ _START = "orders.PlacementSearch._make_candidate"
 
 VARIANTS: dict[str, tuple[str, Any]] = {
     "starts: without filled": (_START, ", filled"),
-    "starts: without filled, W reinserted": (_START, ", filled, W dealt"),
-    "starts: without any W reinserted": (_START, ", W dealt"),
+    "starts: without filled, W reinserted": (_START, ", filled, W reinserted"),
+    "starts: without any W reinserted": (_START, ", W reinserted"),
     "starts: without filled throughout": ("orders._FILL_THROUGHOUT_BELOW", 0),
     "starts: without filled at once": (_START, ", filled at once"),
     "orders.STARTS halved": ("orders.STARTS", 4),

@@ -82,7 +82,7 @@ class Passes:
         for parameter in self.layer.parameters():
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         self._outputs: dict[str, Tensor] = {}
-        if adapted and te_layers.install(self.state, [self.layer]) != 1:
+        if adapted and te_layers.use_job_stores(self.state, [self.layer]) != 1:
             raise RuntimeError(f"{case.name} is not split: {te_layers.why_unsplit(self.layer)}")
 
     @property

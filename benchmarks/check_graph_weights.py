@@ -165,7 +165,7 @@ class Rank:
         for module, store in self.stores.items():
             module.wgrad_store = store
         if splits:
-            te_layers.install(self.state, self.layers)
+            te_layers.use_job_stores(self.state, self.layers)
 
     def steps(self, passes: Sequence[Any], replays: bool) -> list[Any]:
         """Run steps with different data; return their gradients."""

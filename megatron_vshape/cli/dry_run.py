@@ -249,7 +249,7 @@ def machine_of(options: argparse.Namespace) -> Machine:
         ScheduleError: neither or both are given, the GPU is unknown, or the file cannot be read.
     """
     if (options.gpus is None) == (options.cluster is None):
-        raise ScheduleError("advise needs one of --gpus NxGPU, as in 128xH100, and --cluster FILE")
+        raise ScheduleError("--gpus NxGPU, as in 128xH100, or --cluster FILE is required, not both")
     if options.cluster is not None:
         return of_cluster(options.cluster)
     number, name = options.gpus.number, options.gpus.name

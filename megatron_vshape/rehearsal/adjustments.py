@@ -18,7 +18,7 @@ from megatron_vshape.mcore.refusals import NO_RECOMPUTED_BIAS, RECOMPUTED_BIAS, 
 from megatron_vshape.rehearsal.device import on_host
 
 
-def install() -> None:
+def skip_driver_and_other_ranks() -> None:
     """Replace the parts of Megatron that query the driver or other ranks; after its import."""
     skip_driver()
     data: Any = importlib.import_module("megatron.core.tensor_parallel.data")

@@ -16,7 +16,7 @@ from megatron_vshape.rehearsal.routing import Routing
 _SOFTMAXES = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda")
 
 
-def install() -> None:
+def replace_packages() -> None:
     """Make imports of these packages return replacements that compute shapes only."""
     _module(
         "fused_weight_gradient_mlp_cuda",

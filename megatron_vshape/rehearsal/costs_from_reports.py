@@ -1,8 +1,9 @@
-"""Cost files from dry runs: times from counted work or measured, and the memory of every stage.
+"""Times of passes from counted or measured work, and cost files from dry runs.
 
-The dry run uses the V placement with two stages per rank. Some microbatches have split backwards
-and some full backwards, so every stage runs F, B, W and BW. A rank without a dry run gets the costs
-of its nearest neighbor toward the first rank, as the source of the costs reports.
+The dry run of a cost file uses the V placement with two stages per rank. Some microbatches have
+split backwards and some full backwards, so every stage runs F, B, W and BW. A rank without a dry
+run gets the costs of its nearest neighbor toward the first rank, as the source of the costs
+reports.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron_vshape.rehearsal.work import Work, is_once
 
 MICROBATCHES = 3
 """Microbatches of a counted step per kind of backward: bytes are from the middle one, work from
-the last."""
+that with the least memory traffic."""
 
 
 def both_backwards(num_devices: int) -> Schedule:

@@ -39,7 +39,7 @@ class Current:
     gpu: Gpu | None = None
 
 
-def install() -> None:
+def report_requested_gpu() -> None:
     """Make torch report a GPU, and make values of fake tensors readable; nothing is computed.
 
     Call this before Megatron and Transformer Engine are imported, in a process that does nothing

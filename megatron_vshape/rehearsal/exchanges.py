@@ -56,7 +56,7 @@ class _Done:
         """Accept another communication of a batch."""
 
 
-def install() -> None:
+def complete_at_once() -> None:
     """Replace torch.distributed's communication functions; groups use torch's "fake" backend."""
     for name, (position, key) in _LARGER_SIDE.items():
         replacement = _collective(name, position, key)

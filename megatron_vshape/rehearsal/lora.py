@@ -28,7 +28,7 @@ _COLUMN = (
 _ROW = "RowParallelLinear TERowParallelLinear TERowParallelGroupedLinear"
 
 
-def install(config: LoraConfig) -> None:
+def adapt_built_chunks(config: LoraConfig) -> None:
     """Add adapters to every model chunk that Megatron builds, before DDP wraps the chunk."""
     from megatron.training import training
 

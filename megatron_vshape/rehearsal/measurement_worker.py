@@ -163,7 +163,7 @@ def import_all(watched: Watched) -> None:
     cpu.install()  # without effect on a machine with a GPU
     from megatron_vshape.rehearsal import exchanges
 
-    exchanges.install()
+    exchanges.complete_at_once()
     _let_exchanges_write()
     from megatron_vshape.mcore.hooks import registry
     from megatron_vshape.mcore.step.stage import Execution
@@ -248,7 +248,7 @@ def run_rank(job: RankJob, watched: Watched) -> dict[str, Any]:
 
     exchanges.start_process_group(job.rank, job.world)
     if job.lora is not None:
-        lora.install(job.lora)
+        lora.adapt_built_chunks(job.lora)
     wrap(training, "setup_model_and_optimizer", watched.setup)
     wrap(training, "train_step", watched.train_step)
     data: Any = training

@@ -64,7 +64,7 @@ def rehearse(job: RankJob) -> RankReport | CheckedRank:
         # The last mode sees an operation first: the ledger, around the inference of fake tensors.
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(ledger)
-        replacements.install()
+        replacements.install_all()
         try:
             runpy.run_path(job.script, run_name="__main__")
         except _StepsDone:
@@ -134,16 +134,16 @@ class _Replacements:
         """The model that Megatron has built."""
         return BuiltModel(self._args, self._chunks, self._pool)
 
-    def install(self) -> None:
+    def install_all(self) -> None:
         """Install the replacements and observers."""
         from megatron.core.pipeline_parallel import schedules
         from megatron.training import training
 
-        adjustments.install()
+        adjustments.skip_driver_and_other_ranks()
         if not self._job.strict:
             wrap(argparse.ArgumentParser, "parse_args", self._parse)
         if self._job.lora is not None:
-            lora.install(self._job.lora)
+            lora.adapt_built_chunks(self._job.lora)
         wrap(training, "setup_model_and_optimizer", self._setup)
         wrap(training, "train_step", self._train_step)
         wrap(training, "get_num_microbatches", self._num_microbatches)
@@ -155,7 +155,7 @@ class _Replacements:
         if self._job.has_schedule:
             _register_schedules(_stop if self._job.checks_only else self._ledger.during)
         else:
-            self._passes.watch_megatrons(schedules)
+            self._passes.mark_megatrons_passes(schedules)
 
     def _parse(self, call: Callable[..., Any], parser: Any, *args: Any, **kwargs: Any) -> Any:
         """Ignore flags that the parser does not have, as those of forks of Megatron."""
@@ -186,7 +186,7 @@ class _Replacements:
         self._ledger.seconds = lambda work: step_time(work, gpu, launches)["step_s"]
         args.cuda_graph_warmup_steps = sys.maxsize  # nothing can be captured here
         if args.num_experts:
-            routing.install(args, self._job.imbalance)
+            routing.route_by_counts(args, self._job.imbalance)
         with self._ledger.during(MODEL):
             model, optimizer, scheduler = call(*args_of_call, **kwargs)
         self._chunks = list(model)

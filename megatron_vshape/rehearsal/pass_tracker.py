@@ -61,7 +61,7 @@ class PassTracker:
         self._num_passes[kind, chunk] = microbatch + 1
         return Phase(kind, chunk, microbatch)
 
-    def watch_megatrons(self, schedules: Any) -> None:
+    def mark_megatrons_passes(self, schedules: Any) -> None:
         """Wrap the passes of Megatron's schedules so that they set the phase."""
         wrap(schedules, "forward_step", self._forward)
         wrap(schedules, "backward_step", self._backward)

@@ -67,7 +67,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class PassReport:
-    """Passes of one kind and chunk: medians of their memory, and the work of the last one."""
+    """Passes of one kind and chunk: medians of their memory, and the work of the least."""
 
     kind: str
     chunk: int

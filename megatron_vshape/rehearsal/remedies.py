@@ -39,7 +39,7 @@ _MIN_SAVED = 0.03
 
 
 _MAX_TRIED = 3
-"""Remedies that a dry run of all layers estimates, until one of them starts."""
+"""Remedies that a dry run of all layers estimates, until one starts and lowers the peak."""
 
 VOCABULARY = "--pipeline-vocab-parallel"
 

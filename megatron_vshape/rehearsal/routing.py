@@ -64,7 +64,7 @@ class Routing:
             )
 
 
-def install(args: Any, imbalance: float) -> None:
+def route_by_counts(args: Any, imbalance: float) -> None:
     """Make Megatron's dispatchers use these counts instead of the router's."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 

@@ -57,10 +57,10 @@ def prepare(megatron: str | None, te: str | None) -> None:
     from megatron_vshape.rehearsal import compiled_packages, device, exchanges
     from megatron_vshape.rehearsal.gpus import GPUS
 
-    device.install()
+    device.report_requested_gpu()
     device.Current.gpu = GPUS["h100"]  # for queries during imports
-    exchanges.install()
-    compiled_packages.install()
+    exchanges.complete_at_once()
+    compiled_packages.replace_packages()
     if te:
         from megatron_vshape.rehearsal import te_extension, te_kernels
 

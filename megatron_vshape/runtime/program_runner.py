@@ -217,7 +217,9 @@ class ProgramRun:
     def advance(self, upto: int) -> None:
         """Run up to but not including instruction `upto`, where the program is cut.
 
-        Does not wait for the completion of sends. Raises as `run_program`.
+        `Run` runs a pass or an F&B pair, `Send` starts to send its result, `Receive` posts the
+        receive of a message, `Await` waits for it, and `Release` frees a sent result. Does not wait
+        for the completion of sends. Raises as `run_program`.
         """
         place = self._place
         # Local, because a cut is always right after a pass and its sends: no input is left over.
@@ -366,7 +368,11 @@ def _call_pair(
 def _call_stage(
     stages: Mapping[int, Stage], work: Pass, handed: list[Tensor | None]
 ) -> Tensor | None:
-    """Call the method of the pass's stage: `forward`, `backward_inputs`, and so on."""
+    """Call the method of the pass's stage.
+
+    F calls `forward`, B `backward_inputs`, W `backward_weights` and BW `backward`. All but W get a
+    tensor of another stage: F its input, B and BW the gradient of its output.
+    """
     method: Callable[..., Tensor | None] = getattr(stages[work.stage], work.kind.method)
     if work.kind.receives:
         return method(work.microbatch, handed.pop(0))
@@ -425,7 +431,10 @@ class _Local:
 
 
 class _OtherResources:
-    """Passes of resources other than the processor: one thread per resource, in program order."""
+    """Passes of resources other than the processor: one thread per resource, in program order.
+
+    The resource of a pass is the processor, a link to the host's memory, or the collectives.
+    """
 
     def __init__(
         self,

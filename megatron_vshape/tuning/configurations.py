@@ -399,7 +399,7 @@ _LARGER: tuple[dict[str, float], ...] = ({"microbatch_size": 2}, {"tensor_parall
 def neighbors(
     config: Configuration, subject: Subject, num_devices: int, keep: Sequence[str]
 ) -> Iterator[Configuration]:
-    """Yield configurations next to the command's, nearest first; `keep` has names of `SIZES`.
+    """Yield configurations next to the command's, nearest first; `keep` has values of `SIZES`.
 
     The command's own sizes are also tried without recompute, and stock Megatron without a pipeline.
     Other sizes drop recompute where possible; selective recompute is also tried if they need more

@@ -79,4 +79,6 @@ def test_invalid_cluster_file_is_rejected(tmp_path: Path, text: str, message: st
 def test_advise_needs_one_description(options: list[str], error_of: Output) -> None:
     sizes = "--num-layers 4 --hidden-size 64 --pipeline-model-parallel-size 2"
     flags = ["pretrain_gpt.py", *sizes.split()]
-    assert "needs one of --gpus" in error_of("advise", *options, "--", *flags)
+    assert "--gpus NxGPU, as in 128xH100, or --cluster FILE is required" in error_of(
+        "advise", *options, "--", *flags
+    )

@@ -433,7 +433,7 @@ def check(
         state = StepState(splits_backward=True)
         stores = (2 if hasattr(layer, "linear_fc1") else 1) * splits
         graphed = frozenset() if splits else {*layer.modules()}
-        if order is not None and te_layers.install(state, [layer], graphed) != stores:
+        if order is not None and te_layers.use_job_stores(state, [layer], graphed) != stores:
             return ["the adapter was not installed"]
         results = run(layer, order or WHOLE, state, first)
         if expected is None:
@@ -470,7 +470,7 @@ def sequence(te: Any, rank: int) -> None:
             fc1 = first(SIZE, HIDDEN, parallel_mode="column", **options)
             fc2 = te.Linear(HIDDEN, SIZE, parallel_mode="row", **options)
             state, gathers = StepState(splits_backward=True), {}
-            te_layers.install(state, [fc1, fc2])
+            te_layers.use_job_stores(state, [fc1, fc2])
             x = torch.randn(TOKENS, 1, SIZE).requires_grad_()
             for kind in ("F", "BW") if is_full else ("F", "B", "W"):
                 CALLS.clear()

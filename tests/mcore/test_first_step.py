@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron_vshape.mcore.refusals import RefusedError, UnsupportedError
 from megatron_vshape.mcore.step import first_step
-from megatron_vshape.mcore.step.first_step import FirstStep, _StageFindings, check_packed
+from megatron_vshape.mcore.step.first_step import FirstStepWarnings, _StageFindings, check_packed
 
 FULL = f"{RECOMPUTE} {TWO}"
 
@@ -63,7 +63,7 @@ def two_steps(
     texts: list[str] = []
     first_step.logger.warning = texts.append  # type: ignore[assignment,method-assign]
     chunk = Chunk() if mixer is None or rank == 0 else RecurrentChunk(mixer)
-    capability = FirstStep()
+    capability = FirstStepWarnings()
     beginning: Any = SimpleNamespace(
         forward_only=False,
         groups=SimpleNamespace(pp=dist.group.WORLD),

@@ -42,7 +42,7 @@ def product(x: Tensor, dy: Tensor) -> tuple[Tensor, None]:
 
 def test_job_retains_tensors_without_a_copy() -> None:
     state, layer = split_state(), fake_te.Linear()
-    te_layers.install(state, [layer])
+    te_layers.use_job_stores(state, [layer])
     retained = track(state)
     with state.jobs.collect(0):
         layer.wgrad_store.put([torch.ones(TOKENS, SIZE), torch.ones(TOKENS, SIZE)], product)
@@ -58,7 +58,7 @@ def test_job_retains_tensors_without_a_copy() -> None:
 @pytest.mark.parametrize("splits", [False, True])
 def test_only_a_schedule_puts_weight_gradients_off(splits: bool) -> None:
     state, layer = StepState(splits_backward=splits), fake_te.Linear()
-    te_layers.install(state, [layer])
+    te_layers.use_job_stores(state, [layer])
     assert layer.wgrad_store.delay_wgrad_compute() is splits
 
 
@@ -73,7 +73,7 @@ def test_only_the_forward_receives_is_first_microbatch(by_name: bool) -> None:
             return x, is_first_microbatch
 
     layer = Layer()
-    te_layers.install(split_state(), [layer])
+    te_layers.use_job_stores(split_state(), [layer])
     saved = []
     for first in (True, False, None):
         options = {"is_first_microbatch": first} if by_name else {}
@@ -101,13 +101,13 @@ class Without(fake_te.WeightGradStore):
 )
 def test_unknown_store_protocol_is_rejected(store: Any, text: str) -> None:
     with pytest.raises(te_layers.StoreError, match=text):
-        te_layers.install(split_state(), [fake_te.Linear(wgrad_store=store)])
+        te_layers.use_job_stores(split_state(), [fake_te.Linear(wgrad_store=store)])
 
 
 def test_repeated_install_works_and_backward_dw_is_rejected() -> None:
     layer = fake_te.Linear()
     for _ in range(2):
-        assert te_layers.install(split_state(), [layer]) == 1
+        assert te_layers.use_job_stores(split_state(), [layer]) == 1
     assert layer.wgrad_store.context is None
     with pytest.raises(te_layers.StoreError, match="Remove --delay-wgrad-compute"):
         layer.wgrad_store.pop()
@@ -118,7 +118,7 @@ def test_unknown_layers_are_not_split() -> None:
     strange.wgrad_store = fake_te.WeightGradStore()
     nameless = fake_te.Linear(bias=True)
     nameless.register_parameter("bias_0", None)
-    assert te_layers.install(split_state(), [strange, nameless, nn.Linear(2, 2)]) == 0
+    assert te_layers.use_job_stores(split_state(), [strange, nameless, nn.Linear(2, 2)]) == 0
     for layer in (strange, nameless):
         assert "not those of any TE layer" in (te_layers.why_unsplit(layer) or "")
 
@@ -129,13 +129,13 @@ def test_experts_with_one_grouped_parameter_are_not_split(packed: str) -> None:
     layer = fake_te.GroupedLinear(bias=True)
     for number in range(NUM_EXPERTS):
         layer.register_parameter(f"{packed}{number}", None)
-    assert te_layers.install(split_state(), [layer]) == 0
+    assert te_layers.use_job_stores(split_state(), [layer]) == 0
     assert "one grouped tensor" in (te_layers.why_unsplit(layer) or "")
 
 
 def test_mlp_with_unknown_functions_is_rejected() -> None:
     layer = fake_te.LayerNormMLP()
-    te_layers.install(split_state(), [layer])
+    te_layers.use_job_stores(split_state(), [layer])
     with pytest.raises(te_layers.StoreError, match="neither its fc1_wgrad_gemm"):
         layer.wgrad_store.put([], len)
 
@@ -148,7 +148,7 @@ def test_jobs_do_not_retain_gathered_tensors(mode: str, index: int) -> None:
     """They may be in a userbuffer, which the next communication overwrites."""
     group = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
     state, layer = split_state(), fake_te.Linear(parallel_mode=mode, tp_group=group, **GATHERS)
-    te_layers.install(state, [layer])
+    te_layers.use_job_stores(state, [layer])
     retained, userbuffer = track(state), torch.arange(2.0 * TOKENS * SIZE).view(2 * TOKENS, SIZE)
     local_part = userbuffer[TOKENS:].clone()
     tensors = [torch.zeros(2 * TOKENS, SIZE), torch.zeros(2 * TOKENS, SIZE)]
@@ -165,7 +165,7 @@ def test_retained_quantized_gathered_tensor_logs_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     layer, state = fake_te.Linear(parallel_mode="column", **GATHERS), split_state()
-    te_layers.install(state, [layer])
+    te_layers.use_job_stores(state, [layer])
     quantized = SimpleNamespace(get_data_tensors=lambda: (torch.ones(2), None))
     with caplog.at_level(logging.WARNING), state.jobs.collect(0):
         for _ in range(2):
@@ -204,7 +204,7 @@ class QuantizedGroup:
 
 def test_job_retains_only_columnwise_data_of_a_group() -> None:
     state, layer = split_state(), fake_te.GroupedLinear(fuse_wgrad_accumulation=True)
-    te_layers.install(state, [layer])
+    te_layers.use_job_stores(state, [layer])
     x, dy, plain = (QuantizedGroup(torch.randn(TOKENS, SIZE)) for _ in range(3))
     plain.columnwise_data = None  # TE's unquantized group has only row-wise data
     for number, tensors in enumerate(([x, dy, []], [plain, plain, []])):
@@ -230,7 +230,7 @@ class QuantizedTensor(Quantized, Tensor):
 @pytest.mark.parametrize("is_grouped", [False, True])
 def test_job_retains_only_columnwise_data_of_quantized_tensors(is_grouped: bool) -> None:
     state, layer = split_state(), LAYERS["grouped" if is_grouped else "linear"]()
-    te_layers.install(state, [layer])
+    te_layers.use_job_stores(state, [layer])
     retained = track(state)
     x, dy, shared = (torch.randn(TOKENS, SIZE) for _ in range(3))
 
@@ -273,7 +273,7 @@ class FusedExperts(nn.Module):
 def test_jobs_do_not_retain_dispatcher_buffers(splits: bool) -> None:
     """Zero-copy dispatchers return the gradients of all fused expert layers in one buffer."""
     state, experts, buffer = split_state(), FusedExperts(), torch.ones(TOKENS)
-    assert te_layers.install(state, [experts]) == 2
+    assert te_layers.use_job_stores(state, [experts]) == 2
     output = experts._make_fused_ops()(torch.ones(TOKENS, requires_grad=True).clone())
     received: list[Tensor] = []
     output.register_hook(received.append)  # after the hook of the adapter
@@ -299,4 +299,4 @@ def test_userbuffer_options_that_prevent_the_split(
     layer = fake_te.Linear(config=SimpleNamespace(fp8=fp8), **switches)
     why = te_layers.why_unsplit(layer)
     assert (why is None) if reason is None else (reason in str(why))
-    assert te_layers.install(split_state(), [layer]) == (why is None)
+    assert te_layers.use_job_stores(split_state(), [layer]) == (why is None)

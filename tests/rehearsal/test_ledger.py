@@ -28,7 +28,7 @@ from megatron_vshape.rehearsal import adjustments, device, gated_delta, mamba, r
 from megatron_vshape.rehearsal.gpus import GPUS
 from megatron_vshape.rehearsal.ledger import Ledger, fused
 from megatron_vshape.rehearsal.phases import STEP, Phase
-device.install()
+device.report_requested_gpu()
 device.Current.gpu = GPUS["h100"]
 MIB = 1 << 20
 def gpu(*shape, dtype=torch.float32):
@@ -309,15 +309,15 @@ CASES = {
             return counts, sizes.input_splits
         for factor, padded, rows in ((None, None, 128), (0.5, 64, 64), (1.5, 192, 128)):
             given.moe_expert_capacity_factor = factor
-            routing.install(given, 1.0)
+            routing.route_by_counts(given, 1.0)
             assert exchanged(False) == ([rows // 4] * 4, [rows // 2] * 2), factor
             assert padded is None or exchanged(True) == ([padded // 4] * 4, None), factor
             assert routing._routed(gpu(8, 64), gpu(8, 64)).shape == (rows,)
         given.moe_expert_capacity_factor = 1.5
-        routing.install(given, 4.0)  # more tokens than fit into the experts of this rank
+        routing.route_by_counts(given, 4.0)  # more tokens than fit into the experts of this rank
         assert exchanged(False)[0] == [192 // 4] * 4
         given.moe_expert_capacity_factor = None
-        routing.install(given, 1.0)
+        routing.route_by_counts(given, 1.0)
     """,
     "padding of each expert to a multiple adds half a multiple on average": """
         import argparse
@@ -327,14 +327,14 @@ CASES = {
             fp8_recipe="mxfp8", fp4=None, use_transformer_engine_op_fuser=False,
             moe_token_dispatcher_type="alltoall",
         )
-        routing.install(given, 1.0)
+        routing.route_by_counts(given, 1.0)
         routed = routing.Routing
         assert routed.sent(1024) == 2048 + 128  # 8 experts x 15.5 is 124
         assert routed.received(1024) == 2048 + 128
         assert routed.counts(2176, 2).tolist() == [1088, 1088]  # multiples of 32
         assert routed.counts(2208, 2).tolist() == [1088, 1120]
         given.moe_token_dispatcher_type = "flex"  # pads the two experts of this rank
-        routing.install(given, 1.0)
+        routing.route_by_counts(given, 1.0)
         assert routed.received(1024) == 2048 + 32
         routed.multiple = 1
         assert routed.received(1024) == 2048
@@ -360,7 +360,7 @@ CASES = {
     "sorting chunks by their expert costs one kernel forward and one back": """
         from megatron.core.transformer.moe import token_dispatcher
         import argparse
-        routing.install(argparse.Namespace(moe_router_topk=2, num_experts=64), 1.0)
+        routing.route_by_counts(argparse.Namespace(moe_router_topk=2, num_experts=64), 1.0)
         tokens = gpu(256, 16).requires_grad_()
         sizes, order = device.KnownNumbers([4] * 64), torch.arange(64, device="cuda")
         sorted_tokens, _ = token_dispatcher.sort_chunks_by_idxs(tokens, sizes, order)

@@ -41,7 +41,7 @@ Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 STARTS = 8
 """Number of orders in the first round of the local search."""
 
-_W_REINSERTED = ", W dealt"
+_W_REINSERTED = ", W reinserted"
 
 EFFORT, WIDE = 4, 16
 """Annealing has 1 / EFFORT of the local search's budget; above `WIDE` devices, the same budget."""

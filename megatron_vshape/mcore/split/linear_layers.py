@@ -48,8 +48,10 @@ def defer_weight_gradients(
 ) -> None:
     """Make the linear layers of unwrapped chunks defer their weight gradients.
 
-    Layers that CUDA graphs cover compute their weight gradients in B, unless the graphs are split
-    too. Megatron's local layers need no preparation: a hook has replaced their autograd function.
+    B stores a weight job, which W runs; the layers of Transformer Engine get a `JobStore` that
+    makes a job of the product that they delay. Layers that CUDA graphs cover compute their weight
+    gradients in B, unless the graphs are split too. Megatron's local layers need no preparation: a
+    hook has replaced their autograd function.
 
     Raises:
         StoreError: Transformer Engine's layers do not match the adapter.
@@ -58,7 +60,7 @@ def defer_weight_gradients(
     # With split graphs, covered TE layers get a store too: their W is captured separately.
     if splits_graphs:
         graphed = {module for module in graphed if not te_layers.is_splittable(module)}
-    te_layers.install(state, chunks, graphed)
+    te_layers.use_job_stores(state, chunks, graphed)
     for chunk in chunks:
         mark_gathered(chunk)
         name_weights(chunk)  # in traces

@@ -1,8 +1,8 @@
 """Defer the weight gradients of Transformer Engine's linear layers from B to W.
 
 In backward, a TE layer checks its `wgrad_store`. If the store delays weight gradients, the layer
-passes it a list of tensors and a GEMM function. `install` replaces the store of every layer of a
-built model. TE's store is one queue per layer, so it cannot separate two microbatches.
+passes it a list of tensors and a GEMM function. `use_job_stores` replaces the store of every layer
+of a built model. TE's store is one queue per layer, so it cannot separate two microbatches.
 
 A TE layer waits for its tensor-parallel all-reduce inside TE's backward. Unlike in Megatron's local
 layers, the weight gradient of an earlier B cannot overlap with it.
@@ -58,7 +58,7 @@ class StoreError(RuntimeError):
     """This Transformer Engine does not match the adapter; the message has the difference."""
 
 
-def install(
+def use_job_stores(
     state: StepState, chunks: Iterable[nn.Module], graphed: Set[nn.Module] = frozenset()
 ) -> int:
     """Replace the store of every TE linear layer in `chunks`; return the number of layers.

@@ -36,7 +36,7 @@ class _StageFindings(NamedTuple):
     lacks_seq_idx: bool = False  # whether Mamba layers got packed sequences without seq_idx
 
 
-class FirstStep(StepFeature):
+class FirstStepWarnings(StepFeature):
     """Observes the first training step; warns once, on rank 0, or ends the run before it learns."""
 
     def __init__(self) -> None:

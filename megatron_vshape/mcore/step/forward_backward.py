@@ -33,7 +33,7 @@ from megatron_vshape.mcore.refusals import (
 from megatron_vshape.mcore.setup.features import features
 from megatron_vshape.mcore.setup.plans import Agreement, Planner
 from megatron_vshape.mcore.setup.run_config import RunConfig, check_sequence, even_slices
-from megatron_vshape.mcore.step.first_step import FirstStep
+from megatron_vshape.mcore.step.first_step import FirstStepWarnings
 from megatron_vshape.mcore.step.gradient_sync import GradientSync, divide_by_tokens
 from megatron_vshape.mcore.step.losses import LossGatherer, checked_late
 from megatron_vshape.mcore.step.microbatches import (
@@ -96,7 +96,7 @@ class PipelineRunner:
         # Every feature is called; most return a StepFeature that does nothing unless the schedule
         # or the options use it.
         step_features = (feature.in_steps(self) for feature in features())
-        self._step_features = [*filter(None, step_features), FirstStep()]
+        self._step_features = [*filter(None, step_features), FirstStepWarnings()]
 
     def __call__(
         self, *, adjust_tensor_shapes_fn: Any = None, p2p_communicator: Any = None, **arguments: Any

@@ -34,8 +34,8 @@ class GradientSync:
     early with deferred weight gradients. So the whole step runs under `no_sync`, and this class
     starts the buckets: those without weight jobs when the last W of their chunk starts, the others
     when the jobs have added their missing gradients. The chunks of a rank end in the same order on
-    all data-parallel ranks, even if their numbers of microbatches differ (`test_plans.py`), and the
-    buckets of a chunk start in order. So the reductions match.
+    all data-parallel ranks, even if their numbers of microbatches differ
+    (tests/mcore/test_plans.py), and the buckets of a chunk start in order. So the reductions match.
     """
 
     def __init__(

@@ -115,7 +115,7 @@ class StepHook:
 class TrainerCall:
     """The trainer's arguments of a step: parameters of Megatron's function, by their names.
 
-    They are equal in all training steps of a run.
+    Only the number of microbatches and the data change from step to step.
     """
 
     forward_step_func: Any
@@ -174,8 +174,8 @@ class StepContext:
     num_tokens: Tensor  # of this rank's microbatches; only the last stage counts them
     second_reader: Any = None  # of the last chunk's data, if a feature reads it again
     local_ranks: int | None = None  # number of ranks on this host
-    # Of the features that act in this step: without options, none, and `FirstStep` in the first
-    # one. They get the context, so they follow it.
+    # Of the features that act in this step: without options, none, and `FirstStepWarnings` in the
+    # first one. They get the context, so they follow it.
     hooks: list[StepHook] = field(default_factory=list)
     pass_runner: PassRunner | None = None  # of a feature; it can overlap an F with a B
     loss_store: list[Any] = field(default_factory=list)

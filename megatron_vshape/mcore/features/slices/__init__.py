@@ -215,8 +215,8 @@ def share_slices(state: StepState, chunks: Sequence[Any], choice: ScheduleChoice
     if max_slices > 1:
         from megatron_vshape.mcore.features.slices import attention, router
 
-        attention.install(state, chunks)
-        router.install(state, chunks)
+        attention.attend_to_earlier_slices(state, chunks)
+        router.balance_full_microbatches(state, chunks)
 
 
 def _other_features(settings: Settings) -> list[str]:

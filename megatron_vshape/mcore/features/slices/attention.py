@@ -117,7 +117,7 @@ class _KeysUpToEnd(torch.autograd.Function):
         return None, None, *slice_gradients
 
 
-def install(state: StepState, chunks: Sequence[nn.Module]) -> None:
+def attend_to_earlier_slices(state: StepState, chunks: Sequence[nn.Module]) -> None:
     """Make attention use earlier slices, and rotary tables start at the offset of the slice.
 
     Modules and their names stay unchanged. Calls outside a slice run as before.

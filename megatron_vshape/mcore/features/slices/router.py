@@ -116,7 +116,7 @@ class _LossContext(MutableState):
 _LOSS_CONTEXT = _LossContext()
 
 
-def install(state: StepState, chunks: Sequence[nn.Module]) -> None:
+def balance_full_microbatches(state: StepState, chunks: Sequence[nn.Module]) -> None:
     """Make routers balance full microbatches; calls outside a slice run as before.
 
     Raises:
