@@ -230,7 +230,7 @@ def _search_shared(request: PlanRequest, budget: Budget) -> PlanResult:
     requests = [_for_placement(request, placement, 1 / len(placements)) for placement in placements]
     if costs_of_request.copies:
         requests += [
-            replace(single, costs=without_copies(single.full_costs()), cut=None)
+            replace(single, costs=without_copies(single.full_costs()), stage_cost_function=None)
             for single in requests
         ]
     for placement_request in requests:
@@ -262,7 +262,7 @@ def _search_with_logits(
     logits = most_logits_bytes(costs, num_pending)
     limits = tuple(limit - logits for limit in limits_of(request))
     request_without_logits = replace(
-        request, costs=without_shared(costs), limit=limits, cut=None, layers=None
+        request, costs=without_shared(costs), limit=limits, stage_cost_function=None, layers=None
     )
     try:
         plan = _search(request_without_logits, budget).plan

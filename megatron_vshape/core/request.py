@@ -50,7 +50,7 @@ class PlanRequest:
     num_devices: int
     num_microbatches: int
     costs: Costs | None = None  # for the maximum number of stages of a plan
-    cut: StageCostFunction | None = None  # None: adjacent stages of the costs are added up
+    stage_cost_function: StageCostFunction | None = None  # None: adjacent stages are added up
     # Memory limit for AUTO: of all devices, or of each; a name for its peak; None: that of 1F1B.
     limit: float | Sequence[float] | str | None = None
     moved_limit: float = math.inf  # memory that AUTO may move off a device
@@ -77,8 +77,8 @@ class PlanRequest:
             if self.limit is not None and not isinstance(self.limit, str):
                 layers = fitting_layers(pieces, layers, placement, self.limit)
             return pieces.costs(layers)
-        if self.cut is not None:
-            return self.cut(num_stages, name)
+        if self.stage_cost_function is not None:
+            return self.stage_cost_function(num_stages, name)
         if self.costs is None:
             return Costs.uniform(self.num_devices, num_stages)
         return regroup(self.costs, num_stages, name)

@@ -141,11 +141,11 @@ class StepState(MutableState):
             for tensor in retained:
                 self.tracker.add(tensor)
         if self.gradient_sync is None:
-            defer(job, job.begin, weights=parameters, kept=retained)
+            defer(job, job.begin, weights=parameters, tensors=retained)
         else:
             self.gradient_sync.deferred(parameters)
             run = partial(self._run_and_count, job, parameters)
-            defer(run, job.begin, weights=parameters, kept=retained)
+            defer(run, job.begin, weights=parameters, tensors=retained)
 
     def _run_and_count(self, job: Job, parameters: Sequence[Tensor]) -> None:
         job()

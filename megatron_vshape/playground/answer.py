@@ -86,9 +86,9 @@ class Pricing:
     def question(self, devices: int, microbatches: int) -> PlanRequest:
         """Return the request for the best schedule at these costs."""
         costs = self.plan_costs(devices)
-        return PlanRequest(AUTO, devices, microbatches, costs, self.cut(devices))
+        return PlanRequest(AUTO, devices, microbatches, costs, self.stage_cost_function(devices))
 
-    def cut(self, devices: int) -> StageCostFunction:
+    def stage_cost_function(self, devices: int) -> StageCostFunction:
         """Return a function from the number of stages to the costs on these devices."""
         return lambda num_stages, _: self.costs_for(devices, num_stages)
 
@@ -129,7 +129,10 @@ def make_choice(
     if isinstance(choice, NamedChoice):
         report({"doing": f"making {choice.name}"})
         return make_named(
-            request, choice, pricing.cut(request.devices), Budget(report=_progress(report))
+            request,
+            choice,
+            pricing.stage_cost_function(request.devices),
+            Budget(report=_progress(report)),
         )
     if isinstance(choice, FileChoice):
         report({"doing": "reading the file"})
@@ -142,12 +145,14 @@ def make_choice(
 def make_named(
     request: Request,
     choice: NamedChoice,
-    cut: StageCostFunction | None = None,
+    stage_cost_function: StageCostFunction | None = None,
     budget: Budget | None = None,
 ) -> PlanResult:
-    """Make the catalogue schedule of this name, with costs from `cut` or unit costs."""
+    """Make the catalogue schedule of this name, with these costs or unit costs."""
     name = choice.name if choice.chunks is None else f"{choice.name}:{choice.chunks}"
-    named_request = PlanRequest(name, request.devices, request.microbatches, cut=cut)
+    named_request = PlanRequest(
+        name, request.devices, request.microbatches, stage_cost_function=stage_cost_function
+    )
     try:
         return plan_request(named_request, budget)
     except FieldError:

@@ -38,7 +38,7 @@ class _Waiting(NamedTuple):
     job: Job
     begin: Callable[[], None] | None  # starts the job's all-gather; a second call does nothing
     weights: Sequence[Tensor]
-    kept: list[Tensor]  # tensors to record on the job's stream, once known
+    tensors: list[Tensor]  # tensors to record on the job's stream, once known
     stream: torch.cuda.Stream | None  # on which the job and its tensors were made
 
 
@@ -66,7 +66,7 @@ def defer(
     begin: Callable[[], None] | None = None,
     *,
     weights: Sequence[Tensor] = (),
-    kept: Sequence[Tensor] = (),
+    tensors: Sequence[Tensor] = (),
 ) -> None:
     """Store a job in the open bucket.
 
@@ -75,7 +75,7 @@ def defer(
         begin: starts the job's all-gather without waiting. It is called before the job, and may be
             called twice.
         weights: the weights of the job; traces use the name of the first.
-        kept: the tensors that the job reads. If the job runs on another stream, that stream waits
+        tensors: those that the job reads. If the job runs on another stream, that stream waits
             for this one. The tensors' memory is not reused before the job has read it, whichever
             stream allocated it.
 
@@ -85,8 +85,8 @@ def defer(
     if _Open.bucket is None:
         raise RuntimeError("no B collects weight gradients for later; ask is_open() first")
     stream = _current_stream()
-    tensors = [] if stream is None else list(kept)
-    _Open.bucket.append(_Waiting(job, begin, weights, tensors, stream))
+    recorded = [] if stream is None else list(tensors)
+    _Open.bucket.append(_Waiting(job, begin, weights, recorded, stream))
 
 
 def run_beside() -> None:
@@ -200,9 +200,9 @@ def _begin(waiting_job: _Waiting) -> None:
     if waiting_job.stream is not None and running is not None:
         if waiting_job.stream != running:
             running.wait_stream(waiting_job.stream)
-        for tensor in waiting_job.kept:
+        for tensor in waiting_job.tensors:
             tensor.record_stream(running)
-    waiting_job.kept.clear()  # the job frees them
+    waiting_job.tensors.clear()  # the job frees them
     if waiting_job.begin is not None:
         waiting_job.begin()
 

@@ -34,7 +34,7 @@ def picture(timeline: Timeline, columns: int | None = None, colour: bool = False
     If the picture is wider than `columns`, its middle is cut: the start and the end, where the
     devices differ, stay.
     """
-    lines = timeline.draw(kept=columns and max(columns, _LEAST_COLUMNS)).split("\n")
+    lines = timeline.draw(max_width=columns and max(columns, _LEAST_COLUMNS)).split("\n")
     if colour:
         lines = [_paint(line) for line in lines]
     return "\n".join(

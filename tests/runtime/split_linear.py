@@ -51,7 +51,7 @@ def _weight_grad(weight: Tensor, grad_output: Tensor, x: Tensor) -> Tensor | Non
     """Return the weight gradient; None if it is left to W or already accumulated."""
     if weight_jobs.is_open():
         job = functools.partial(accumulate_weight_grad, weight, grad_output, x)
-        weight_jobs.defer(job, weights=[weight], kept=[grad_output, x])
+        weight_jobs.defer(job, weights=[weight], tensors=[grad_output, x])
         return None
     if hasattr(weight, "main_grad"):
         accumulate_weight_grad(weight, grad_output, x)

@@ -49,7 +49,7 @@ def leave(gpu: Gpu, jobs: WeightJobs, stream: Stream) -> None:
         defer(
             lambda: gpu.calls.append(f"job on {gpu.current.name}"),
             lambda: gpu.calls.append("gather"),
-            kept=[torch.empty(2), torch.empty(3, 4)],
+            tensors=[torch.empty(2), torch.empty(3, 4)],
         )
         gpu.current = gpu.main
 
@@ -115,7 +115,7 @@ def test_scales_are_read_on_the_stream_of_the_numbers(gpu: Gpu) -> None:
     jobs = WeightJobs()
     for number, value in enumerate((one, [quantized])):
         with jobs.collect(number):
-            defer(lambda: None, kept=list(plain_tensors(value)))
+            defer(lambda: None, tensors=list(plain_tensors(value)))
         gpu.calls.clear()
         jobs.run(number)
         assert gpu.calls == ["(2, 8) used on main", "(2, 1) used on main"]
@@ -126,7 +126,7 @@ def test_tensors_are_freed_with_their_job(gpu: Gpu) -> None:
     tensor = torch.empty(2)
     reference = weakref.ref(tensor)
     with jobs.collect("B"):
-        defer(lambda: results.append(reference()), kept=[tensor])
+        defer(lambda: results.append(reference()), tensors=[tensor])
     del tensor
     jobs.run("B")
     assert results == [None]

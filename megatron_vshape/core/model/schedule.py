@@ -479,13 +479,13 @@ class Timeline:
         """Fraction of the span in which the busiest device is idle."""
         return 1 - self.busy / self.span
 
-    def draw(self, columns: int | None = None, kept: int | None = None) -> str:
+    def draw(self, columns: int | None = None, max_width: int | None = None) -> str:
         """Draw one line per device: F, B, W in upper case for even chunks, lower for odd.
 
         A character is as long as the shortest pass, except for passes much shorter than most. It is
         longer if the picture would exceed `columns` (at most _MAX_COLUMNS). A character shows the
         pass that runs at its middle. Other resources of a device have separate lines below. The
-        middle of a picture wider than `kept` characters is omitted.
+        middle of a picture wider than `max_width` characters is omitted.
 
         >>> from megatron_vshape import make, simulate
         >>> print(simulate(make("zb-h1", 2, 3)).draw())
@@ -502,9 +502,9 @@ class Timeline:
 
         width = max(map(column, map(max, filter(None, self.ends))))
         parts = [range(width)]
-        if kept is not None and width > kept:
-            head = (kept - len(ELLIPSIS) + 1) // 2
-            parts = [range(head), range(width - (kept - len(ELLIPSIS) - head), width)]
+        if max_width is not None and width > max_width:
+            head = (max_width - len(ELLIPSIS) + 1) // 2
+            parts = [range(head), range(width - (max_width - len(ELLIPSIS) - head), width)]
         letters = {}
         for kind in self.schedule.kinds:
             text = kind[0] + kind[-1] if len(kind.does) > 1 else kind[0]  # two if full backward
@@ -539,7 +539,7 @@ class Timeline:
     ) -> str:
         """Draw these columns of a resource queue."""
         starts, ends = self.starts[lane.device], self.ends[lane.device]
-        # Only passes that intersect `part`: a step may have 10^5 passes, and `kept` is small.
+        # Only passes that intersect `part`: a step may have 10^5 passes, and `max_width` is small.
         low = bisect_right(lane.positions, part.start, key=lambda index: column(ends[index]))
         high = bisect_left(lane.positions, part.stop, key=lambda index: column(starts[index]))
         texts, width, shown = list[str](), part.start, ""

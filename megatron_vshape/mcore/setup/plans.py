@@ -395,11 +395,17 @@ class Planner:
             limit = tuple(available[rank] for rank in self.choice.ranks)
         placements = (self.choice.stage_devices,)
 
-        def cut(num_stages: int, name: str) -> Costs:
+        def cut_stages(num_stages: int, name: str) -> Costs:
             shares = self.choice.layer_shares
             return recut(costs, num_stages, question.num_devices, name, layers, shares)
 
-        return replace(question, limit=limit, costs=costs, cut=cut, placements=placements)
+        return replace(
+            question,
+            limit=limit,
+            costs=costs,
+            stage_cost_function=cut_stages,
+            placements=placements,
+        )
 
     def _left_bytes(self, costs: Costs) -> tuple[float, ...] | None:
         """Return the memory that the limit leaves for activations per device; None without a limit.

@@ -77,12 +77,12 @@ def plan_stages(
         return None  # unless a translated option is the reason, the checks of the run raise it
     sizes = sizes_of(option_reader(args), 0)
 
-    def cut(stage_costs: Costs, num_stages: int, name: str) -> Costs:
+    def cut_stages(stage_costs: Costs, num_stages: int, name: str) -> Costs:
         return recut(stage_costs, num_stages, ranks, name, sizes.num_layers, sizes.shares)
 
     def compare() -> _Best:
         try:
-            return _best_stages(settings, microbatches, cut)
+            return _best_stages(settings, microbatches, cut_stages)
         except LimitError:
             if not limits_state:
                 raise
@@ -91,10 +91,10 @@ def plan_stages(
     best = rank_zero(compare)
     if best is None or isinstance(best, BaselineSpec):
         return best
-    return replace(choice, planned=best, costs=cut(costs, len(best), "the plan"))
+    return replace(choice, planned=best, costs=cut_stages(costs, len(best), "the plan"))
 
 
-def _best_stages(settings: Settings, num_microbatches: int, cut: StageCut) -> _Best:
+def _best_stages(settings: Settings, num_microbatches: int, cut_stages: StageCut) -> _Best:
     """Plan for all placements that the model supports, and compare with Megatron's schedules."""
     choice, ranks = settings.choice, settings.choice.num_devices
     assert choice.costs is not None
@@ -104,7 +104,7 @@ def _best_stages(settings: Settings, num_microbatches: int, cut: StageCut) -> _B
     request = replace(
         choice.request(num_microbatches),
         costs=costs,
-        cut=partial(cut, costs),
+        stage_cost_function=partial(cut_stages, costs),
         limit=choice.limit_of if choice.limit_bytes is None else choice.limit_bytes,
         # A layer split is for the stages of the costs.
         chunks=(chunks,) if settings.options.layer_split else tuple(range(1, MOST_CHUNKS + 1)),

@@ -250,7 +250,7 @@ class PipelineRunner:
         call: TrainerCall,
         timer: Observer | None = None,
         fills_waits: bool = True,
-        cut: Callable[[Program], Program] | None = None,
+        cut_program: Callable[[Program], Program] | None = None,
     ) -> PreparedStep:
         """Prepare a step with everything that its passes need, without running any pass.
 
@@ -258,7 +258,7 @@ class PipelineRunner:
             call: The trainer's arguments.
             timer: Measures the passes of the step.
             fills_waits: Whether a B that waits runs weight gradients meanwhile.
-            cut: Returns the program to run in place of that of the plan.
+            cut_program: Returns the program to run in place of that of the plan.
         """
         config, device = call.config, call.torch_device
         # The paged stash records the order of the passes, so it has to see the final one.
@@ -286,7 +286,7 @@ class PipelineRunner:
             shape,
             transport,
             gradient_sync,
-            program if cut is None else cut(program),
+            program if cut_program is None else cut_program(program),
             wgrad_overlaps,
             data,
             forward_step=self.calls.counting(

@@ -98,7 +98,7 @@ class EarlyStart(StepFeature):
             replay.mark()
         # Early forwards consume data and random numbers; both must be restored on a rollback.
         random_state = RandomState.now()
-        step = self._runner.prepare_step(self._last, cut=self._prefix_of)
+        step = self._runner.prepare_step(self._last, cut_program=self._prefix_of)
         assert self._cached_prefix is not None
         _, stop_point = self._cached_prefix[1]
         self._early_step = _EarlyStep(step, stop_point, random_state)

@@ -38,7 +38,7 @@ class _ExpertLoad:
 class _RouterLoss(NamedTuple):
     """Loads of a router by microbatch and loss."""
 
-    kept: dict[int, dict[str, _ExpertLoad]]
+    loads: dict[int, dict[str, _ExpertLoad]]
     loss: str  # name of the method that computes it now
 
 
@@ -56,7 +56,7 @@ class _MicrobatchLoss(torch.autograd.Function):
         multiplier: int,
     ) -> Tensor:
         part = state.running_tokens
-        load = router.kept.setdefault(part.microbatch, {}).setdefault(router.loss, _ExpertLoad())
+        load = router.loads.setdefault(part.microbatch, {}).setdefault(router.loss, _ExpertLoad())
         is_mean = router.loss == _LOSSES[-1]
         slice_tokens, slice_probabilities = tokens.to(probabilities.dtype), probabilities.sum(dim=0)
         if load.tokens is None or load.probabilities is None or load.reported is None:
@@ -77,7 +77,7 @@ class _MicrobatchLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (gradient,) = gradients
-        part, loads, loss = ctx.state.running_tokens, ctx.router.kept, ctx.router.loss
+        part, loads, loss = ctx.state.running_tokens, ctx.router.loads, ctx.router.loss
         token_gradient = gradient * ctx.weight * loads[part.microbatch][loss].tokens
         if part.begin == 0:
             del loads[part.microbatch][loss]

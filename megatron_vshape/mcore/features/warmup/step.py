@@ -169,7 +169,7 @@ class Warmup(StepFeature):
         observer = _StageSeconds()
         step_call, trial_call, replays = _replayed_calls(request.call)
         trial, run = self._runner.prepare_step(
-            trial_call, observer, fills_waits=False, cut=first_microbatch
+            trial_call, observer, fills_waits=False, cut_program=first_microbatch
         )
         run = replace(run, transport=_MadeUpMessages(trial.transport.blank()))
         with (
