@@ -251,12 +251,7 @@ class CountedCosts:
 
 
 def counted(
-    ranks: Ranks | str,
-    command: Command,
-    gpu: Gpu,
-    world: int,
-    pipeline: int,
-    rates: Rates | None = None,
+    ranks: Ranks | str, command: Command, gpu: Gpu, world: int, pipeline: int
 ) -> CountedCosts:
     """Estimate the costs of a command for this pipeline and world size from its counted ranks.
 
@@ -272,23 +267,21 @@ def counted(
     )
     sizes = Sizes(world, tensor, context, pipeline, command.has(STAGE_BEFORE_DATA))
     layers = 1 if command.pattern else _layers_per_stage(command)
-    costs = _with_equal_layers(ranks, gpu, sizes, rates, layers)
+    costs = _with_equal_layers(ranks, gpu, sizes, layers)
     return with_layer_kinds(costs, command, world)
 
 
-def _with_equal_layers(
-    ranks: Ranks, gpu: Gpu, sizes: Sizes, rates: Rates | None, layers: int
-) -> CountedCosts:
-    gpu_rates = rates or rates_of(gpu)
+def _with_equal_layers(ranks: Ranks, gpu: Gpu, sizes: Sizes, layers: int) -> CountedCosts:
+    rates = rates_of(gpu)
     ratio = sizes.world // sizes.pipeline * PIPELINE / ranks[0].sizes.world
     first, second, *dense = (_with_replicas(report, ratio) for report in ranks)
-    costs = counted_costs((first, second), gpu, PIPELINE, sizes.stage_stride, rates)
+    costs = counted_costs((first, second), gpu, PIPELINE, sizes.stage_stride)
     step = second.step.work.spread(ratio, second.model.shards_optimizer)
     state = model_state_bytes(second)
     of_stage = _forward_flops(second, 0)
     ends = _forward_flops(first, 0) + _forward_flops(first, 1) - 2 * of_stage
     pieces = Pieces.of(replace(costs, layers=None), (layers,) * costs.num_stages)
-    once = optimizer_s(step, gpu, gpu_rates) / state, data_parallel_s(step, gpu, gpu_rates) / state
+    once = optimizer_s(step, gpu, rates) / state, data_parallel_s(step, gpu, rates) / state
     of_stages = second.model.chunk_parameters
     stage = sum(of_stages) / len(of_stages)
     ends_parameters = (count - stage for count in first.model.chunk_parameters)
@@ -296,23 +289,21 @@ def _with_equal_layers(
     return CountedCosts(
         pieces,
         *once,
-        gpu_rates,
+        rates,
         of_stage / layers,
         ends,
         parameters,
         state / sum(of_stages),
         communicators=max(report.communicators for report in ranks),
         message_bytes=float(second.model.message_bytes),
-        dense=_dense_layer(first, dense[0], costs, gpu, rates) if dense else None,
+        dense=_dense_layer(first, dense[0], costs, gpu) if dense else None,
         update_share=second.memory.update_bytes / state,
     )
 
 
-def _dense_layer(
-    first: RankReport, rank: RankReport, costs: Costs, gpu: Gpu, rates: Rates | None
-) -> StageCosts:
+def _dense_layer(first: RankReport, rank: RankReport, costs: Costs, gpu: Gpu) -> StageCosts:
     """Return a layer of a rank with dense ones, in a run whose other layers have these costs."""
-    dense_costs = counted_costs((first, replace(rank, stage=1)), gpu, PIPELINE, PIPELINE, rates)
+    dense_costs = counted_costs((first, replace(rank, stage=1)), gpu, PIPELINE, PIPELINE)
     layer = dense_costs.stages[1].as_part()
     # Dummy gradients and workspaces for the sizes of its weights, beyond those of other layers.
     extra_bytes = max(0.0, always_bytes(rank) - costs.device_bytes)

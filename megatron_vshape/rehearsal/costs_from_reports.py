@@ -19,7 +19,7 @@ from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.rehearsal.gpus import Gpu
 from megatron_vshape.rehearsal.rank_report import PassReport, RankReport
-from megatron_vshape.rehearsal.step_time import Rates, send_us, step_time
+from megatron_vshape.rehearsal.step_time import send_us, step_time
 from megatron_vshape.rehearsal.work import Work, is_once
 
 MICROBATCHES = 3
@@ -44,13 +44,7 @@ def both_backwards(num_devices: int) -> Schedule:
     return Schedule("both backwards", num_devices, count, placement, tuple(rows))
 
 
-def counted_costs(
-    ranks: Sequence[RankReport],
-    gpu: Gpu,
-    devices: int,
-    gpu_distance: int,
-    rates: Rates | None = None,
-) -> Costs:
+def counted_costs(ranks: Sequence[RankReport], gpu: Gpu, devices: int, gpu_distance: int) -> Costs:
     """Return the costs of all stages from ranks with dry runs of `both_backwards`.
 
     `gpu_distance` is the distance between neighboring pipeline ranks in GPUs.
@@ -62,10 +56,7 @@ def counted_costs(
     stages = [(stage, 0) for stage in range(devices)]
     stages += [(stage, 1) for stage in reversed(range(devices))]
     reports = _reports_of_all_ranks(ranks, devices)
-    passes = {
-        kind: [_pass_report(reports[rank], kind, chunk, gpu, rates) for rank, chunk in stages]
-        for kind in (Kind.F, Kind.B, Kind.W, Kind.BW)
-    }
+    passes = _passes_by_kind(reports, stages, gpu)
     # One value for all devices: the memory that every rank has, and the largest need of graphs.
     common_bytes, first = min(map(always_bytes, reports)), reports[0]
     # Every stage but the first receives its input, and every one but the last a gradient.
@@ -100,7 +91,7 @@ def counted_costs(
         )
     costs = Costs.of(
         **amounts,
-        send_us=send_us(float(first.model.message_bytes), gpu, gpu_distance, rates),
+        send_us=send_us(float(first.model.message_bytes), gpu, gpu_distance),
         layers=tuple(reports[rank].model.chunk_layers[chunk] for rank, chunk in stages),
         device_bytes=common_bytes + max(map(_unshared_graph_bytes, reports)),
     )
@@ -155,13 +146,16 @@ def pass_times(
     Raises:
         ScheduleError: A stage lacks a pass.
     """
-    ranks = _reports_of_all_ranks(reports, devices)
-    return _times_by_name(
-        {
-            kind: [_pass_report(ranks[rank], kind, chunk, gpu, None) for rank, chunk in stages]
-            for kind in (Kind.F, Kind.B, Kind.W, Kind.BW)
-        }
-    )
+    return _times_by_name(_passes_by_kind(_reports_of_all_ranks(reports, devices), stages, gpu))
+
+
+def _passes_by_kind(
+    ranks: Sequence[RankReport], stages: Sequence[tuple[int, int]], gpu: Gpu
+) -> dict[Kind, list[PassReport]]:
+    return {
+        kind: [_pass_report(ranks[rank], kind, chunk, gpu) for rank, chunk in stages]
+        for kind in (Kind.F, Kind.B, Kind.W, Kind.BW)
+    }
 
 
 def _times_by_name(passes: Mapping[Kind, Sequence[PassReport]]) -> dict[str, Any]:
@@ -183,9 +177,7 @@ def _reports_of_all_ranks(reports: Sequence[RankReport], devices: int) -> list[R
     ]
 
 
-def _pass_report(
-    rank: RankReport, kind: Kind, chunk: int, gpu: Gpu, rates: Rates | None
-) -> PassReport:
+def _pass_report(rank: RankReport, kind: Kind, chunk: int, gpu: Gpu) -> PassReport:
     """Return the results of a pass.
 
     With full recompute, a backward is not split: BW counts as B, and W is empty. If only B and W
@@ -197,7 +189,7 @@ def _pass_report(
             return PassReport(kind, chunk, 0, 0.0, 0.0, 0.0, 0.0, Work())
         kind = Kind.BW
     if kind is Kind.BW and kind not in ran and {Kind.B, Kind.W} <= ran.keys():
-        b, w = (_pass_report(rank, part, chunk, gpu, rates) for part in (Kind.B, Kind.W))
+        b, w = (_pass_report(rank, part, chunk, gpu) for part in (Kind.B, Kind.W))
         sums = {name: getattr(b, name) + getattr(w, name) for name in _SUMMED}
         return replace(b, kind=kind, **sums)
     if kind not in ran:
@@ -206,7 +198,7 @@ def _pass_report(
             "schedule with split and full backwards"
         )
     result = ran[kind]
-    parts = step_time(result.work, gpu, rank.step.scale, rates)
+    parts = step_time(result.work, gpu, rank.step.scale)
     # The last pass of a step may have started collectives that occur once per step.
     seconds, waited_seconds = parts["step_s"] - parts["data parallel"], parts["exchanges"]
     if result.ms is not None:  # measured: communication ended at once

@@ -148,7 +148,7 @@ def optimizer_s(work: Work, gpu: Gpu, rates: Rates) -> float:
 def data_parallel_s(work: Work, gpu: Gpu, rates: Rates) -> float:
     """Estimate the seconds of the data-parallel collectives of a step if nothing overlaps them."""
     return sum(
-        _collective_s(key, traffic, gpu, rates)
+        collective_s(key, traffic, gpu, rates)
         for key, traffic in work.exchanges.items()
         if _costs_time(key) and is_once(key[1])
     )
@@ -165,12 +165,12 @@ def exposed_s(full: float, meanwhile: float, rates: Rates) -> float:
     return max(rates.replicas_exposed * full, full - meanwhile)
 
 
-def send_us(size: float, gpu: Gpu, gpu_distance: int, rates: Rates | None = None) -> float:
+def send_us(size: float, gpu: Gpu, gpu_distance: int) -> float:
     """Estimate the microseconds of a P2P message between ranks `gpu_distance` GPUs apart."""
-    achieved = rates or rates_of(gpu)
+    rates = rates_of(gpu)
     if gpu_distance < gpu.node:
-        return size / gpu.near_rate / achieved.wire * 1e6 + achieved.exchange_us
-    return size / gpu.far_rate / achieved.network * 1e6 + achieved.exchange_us
+        return size / gpu.near_rate / rates.wire * 1e6 + rates.exchange_us
+    return size / gpu.far_rate / rates.network * 1e6 + rates.exchange_us
 
 
 def with_host_s(on_gpu_s: float, host_s: float, waits: bool) -> float:
@@ -252,7 +252,7 @@ def _exposed_collectives_s(
     for key, traffic in work.exchanges.items():
         if not _costs_time(key) or is_once(key[1]):
             continue
-        seconds = _collective_s(key, traffic, gpu, rates)
+        seconds = collective_s(key, traffic, gpu, rates)
         # Collectives once per step are skipped above, so these are FSDP's per-layer gathers.
         if of_replicas(key[1]):
             replicas += seconds  # FSDP, in every microbatch
@@ -289,7 +289,8 @@ def _costs_time(key: ExchangeKey) -> bool:
     return ranks > 1 and kind not in _FREE
 
 
-def _collective_s(key: ExchangeKey, traffic: Sequence[float], gpu: Gpu, rates: Rates) -> float:
+def collective_s(key: ExchangeKey, traffic: Sequence[float], gpu: Gpu, rates: Rates) -> float:
+    """Estimate the seconds of collectives, of which `traffic` has the number and the bytes."""
     (kind, _, ranks, span), (number, size) = key, traffic
     linked = link_bytes_of(kind, ranks, span, size, gpu.node)
     near = rates.dispatch if kind.startswith((DISPATCH, "all_to_all")) else rates.wire

@@ -14,7 +14,7 @@ from megatron_vshape.core.model.stage_costs import Share, StageCosts
 from megatron_vshape.core.plan import published_schedule
 from megatron_vshape.rehearsal import accuracy
 from megatron_vshape.rehearsal.command import Command
-from megatron_vshape.rehearsal.step_time import exposed_s, link_bytes_of, rates_of
+from megatron_vshape.rehearsal.step_time import collective_s, exposed_s, rates_of
 from megatron_vshape.tuning.configurations import (
     FULL,
     NONE,
@@ -177,8 +177,6 @@ def _exchange_s(
             ("all_gather", PARAMETER_BYTES, 2),  # for the forward, and again for the backward
             ("reduce_scatter", gradient, 1),
         ):
-            linked = link_bytes_of(kind, ranks, span, element_bytes * number, gpu.node)
-            near = linked.near / gpu.near_rate / rates.wire
-            far = linked.far / gpu.far_rate / rates.network
-            total += times * (max(near, far) + rates.exchange_us * 1e-6)
+            key, traffic = (kind, "", ranks, span), (1, element_bytes * number)
+            total += times * collective_s(key, traffic, gpu, rates)
     return total
