@@ -15,7 +15,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.rehearsal.command import Command, split_words
 from megatron_vshape.rehearsal.command_reader import read_command
-from megatron_vshape.rehearsal.dry_run_flags import FILES, VARIABLES
+from megatron_vshape.rehearsal.dry_run_flags import FILES, variables_of_step
 from megatron_vshape.rehearsal.sources import OWN
 
 _IN_TERMINAL = "in a terminal: megatron-vshape rehearse -- COMMAND"
@@ -39,9 +39,7 @@ def safe_words(text: str) -> list[str]:
         )
     # Flags in FILES are removed before a dry run; a pattern separates its parts by slashes.
     checked_command = command.without(lambda flag: flag in FILES or flag in _PATTERNS)
-    variables = {
-        name: value for name, value in command.environment.items() if name.startswith(VARIABLES)
-    }
+    variables = variables_of_step(command.environment)
     for word in (*checked_command.flags, *variables.values()):
         if _PATH.search(word):
             raise ScheduleError(

@@ -18,10 +18,9 @@ from megatron_vshape.rehearsal.command import (
     PROCESSES,
     Command,
     flags_of,
-    launched_gpus,
     split_words,
 )
-from megatron_vshape.rehearsal.dry_run_flags import FILES, VARIABLES
+from megatron_vshape.rehearsal.dry_run_flags import FILES, variables_of_step
 from megatron_vshape.rehearsal.framework_files import (
     FrameworkConfig,
     check_format,
@@ -42,7 +41,7 @@ from megatron_vshape.rehearsal.shell_script import (
     sbatch_words,
     training_command,
 )
-from megatron_vshape.rehearsal.slime_scripts import SLIME_MARK, SLIME_SIZES, slime_flags
+from megatron_vshape.rehearsal.slime_scripts import SLIME_SIZES, with_slime_settings
 from megatron_vshape.rehearsal.verl_scripts import config_of_verl_command
 
 _WITH_ENCODER = "vision-language"
@@ -95,7 +94,7 @@ def read_command(words: Sequence[str]) -> Command:
         command = replace(command, flags=tuple(words))
     _reject_other_models(command)
     command = _with_present_names(with_translated_flags(_without_unknown(command)))
-    command = _with_slime_settings(command)
+    command = with_slime_settings(command)
     if not scripts and command.pattern and command.script == "pretrain_gpt.py":
         return replace(command, script="pretrain_hybrid.py")
     return command
@@ -166,20 +165,6 @@ def _without_shell(words: Sequence[str]) -> list[str]:
     return [*words[next(scripts, 1) :]]
 
 
-def _with_slime_settings(command: Command) -> Command:
-    if not command.has(SLIME_MARK):
-        return command
-    flags, note = slime_flags(command.number, command.has, launched_gpus(command)[0])
-    script = "pretrain_hybrid.py" if command.pattern else "pretrain_gpt.py"
-    note = f"{command.script} is estimated as {script}: {note}"
-    return replace(
-        command,
-        script=script,
-        flags=(*command.flags, *flags),
-        notes=(*command.notes, note),
-    )
-
-
 _SIZE_OPTIONS = {
     NODES: NODES,
     PROCESSES: PROCESSES,
@@ -235,7 +220,7 @@ def _without_unknown(command: Command) -> Command:
     """
     checked = command.without(FILES.__contains__)
     flag, flags_of_unknown, names = "", dict[str, None](), dict[str, None]()
-    values = [value for name, value in command.environment.items() if name.startswith(VARIABLES)]
+    values = variables_of_step(command.environment).values()
     has_layers = command.pattern or command.has("--num-layers")
     important = (MEGATRON_FLAGS | SLIME_SIZES) - _UNIMPORTANT.keys()
     for word in (*checked.flags, "--", *values):
@@ -417,7 +402,7 @@ def _command_of_framework(config: FrameworkConfig, command: Command) -> Command:
     return replace(
         command,
         flags=tuple(config.flags),
-        environment={**command.environment, **_variables_of_step(config.environment)},
+        environment={**command.environment, **variables_of_step(config.environment)},
         launched=launched if config.processes else command.launched,
         model_name=config.model_name,
         lora=config.lora,
@@ -475,15 +460,11 @@ def _command_of_shell(
             f"{path} starts {started.num_further + 1} different trainings: estimated is the one "
             "with the most flags, or the first of them."
         )
-    environment = _variables_of_step(started.environment)
+    environment = variables_of_step(started.environment)
     launched = _launched([*started.flags, *started.launcher], [*sbatch, *started.launcher])
     script = started.script or command.script
     shell_command = Command(script, tuple(started.flags), environment, launched, notes=tuple(notes))
     return shell_command.without(lambda flag: flag.startswith(_LAUNCHER))
-
-
-def _variables_of_step(variables: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in variables.items() if name.startswith(VARIABLES)}
 
 
 def _launched(words: Sequence[str], slurm_words: Sequence[str]) -> dict[str, str]:

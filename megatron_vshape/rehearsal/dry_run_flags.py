@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -135,13 +135,11 @@ VARIABLES = ("NVTE_", "CUBLAS_", "CUDA_DEVICE_", "PYTORCH_", *_CHECKED)
 Megatron checks, such as NCCL_GRAPH_REGISTER with CUDA graphs and expandable segments."""
 
 
-def environment_of(command: Command, variables: Iterable[str] = VARIABLES) -> dict[str, str]:
+def environment_of(command: Command) -> dict[str, str]:
     """Return the environment variables that affect the command's allocations."""
-    prefixes = tuple(variables)
-    process_environment = {
-        name: value for name, value in os.environ.items() if name.startswith(prefixes)
-    }
-    command_environment = {
-        name: value for name, value in command.environment.items() if name.startswith(prefixes)
-    }
-    return {**process_environment, **command_environment}
+    return variables_of_step({**os.environ, **command.environment})
+
+
+def variables_of_step(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with one of the prefixes `VARIABLES`."""
+    return {name: value for name, value in variables.items() if name.startswith(VARIABLES)}

@@ -6,35 +6,34 @@ slime/utils/arguments.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from math import ceil
 
-SLIME_MARK = "--rollout-batch-size"
+from megatron_vshape.rehearsal.command import Command, launched_gpus
+
+_BATCH = "--rollout-batch-size"
 _RESPONSE, _TOKENS = "--rollout-max-response-len", "--max-tokens-per-gpu"
-SLIME_SIZES = {_RESPONSE, _TOKENS, SLIME_MARK}
+SLIME_SIZES = {_RESPONSE, _TOKENS, _BATCH}
 """Flags of slime whose values change memory and time of a step."""
 
 
-def slime_flags(
-    number: Callable[[str, int], int], has: Callable[[str], bool], gpus: int | None
-) -> tuple[list[str], str]:
-    """Return slime's defaults, with the sizes of its packed microbatches, and a note for the user.
+def with_slime_settings(command: Command) -> Command:
+    """Add slime's defaults, the sizes of its packed microbatches, and a note for the user.
 
     With --use-dynamic-batch-size a microbatch is packed: at most --max-tokens-per-gpu tokens on
     each context-parallel rank. All responses are assumed to have the maximum length, and a packed
     microbatch becomes one sequence.
-
-    Args:
-        number: Returns the value of a flag of the command, or a default.
-        has: Returns whether the command has a flag.
-        gpus: The number of GPUs, if it is known.
     """
+    number, has = command.number, command.has
+    if not has(_BATCH):
+        return command
+    gpus, _ = launched_gpus(command)
     context = number("--context-parallel-size", 1)
     stage_ranks = number("--tensor-model-parallel-size", 1) * context
     replicas = (gpus or 0) // (stage_ranks * number("--pipeline-model-parallel-size", 1)) or 1
     response = number(_RESPONSE, 4096)
     tokens = number("--seq-length", response)
-    samples = number("--global-batch-size", number(SLIME_MARK, 1))
+    samples = number("--global-batch-size", number(_BATCH, 1))
     if has("--use-dynamic-batch-size") and has(_TOKENS):
         tokens = number(_TOKENS, tokens) * context
         microbatches = ceil(samples * min(response, tokens) / tokens / replicas)
@@ -47,8 +46,12 @@ def slime_flags(
     } | ({} if has("--fp16") else {"--bf16": []})
     for name, values in defaults.items():
         flags += [] if has(name) else [name, *values]
-    return flags, (
-        f"slime's or miles' microbatches are estimated as sequences of {tokens:,} tokens, its "
-        f"responses with {response:,} tokens; the rollout engine, the reference model and encoders "
-        "of images are not included"
+    script = "pretrain_hybrid.py" if command.pattern else "pretrain_gpt.py"
+    note = (
+        f"{command.script} is estimated as {script}: slime's or miles' microbatches are estimated "
+        f"as sequences of {tokens:,} tokens, its responses with {response:,} tokens; the rollout "
+        "engine, the reference model and encoders of images are not included"
+    )
+    return replace(
+        command, script=script, flags=(*command.flags, *flags), notes=(*command.notes, note)
     )
