@@ -27,6 +27,7 @@ from megatron_vshape.cli.files import (
     check_can_draw,
     check_installed,
     check_target,
+    report_written,
     write_all,
 )
 from megatron_vshape.cli.help import MODEL, OUTPUT, SEARCH, group
@@ -354,7 +355,7 @@ def _write(
     outputs = []
     if options.json is not None:
         text = json.dumps(content, indent=1) + "\n"
-        outputs.append(Output("--json", options.json, lambda path: _write_text(path, text)))
+        outputs.append(Output("--json", options.json, lambda path: path.write_text(text)))
     if options.save is not None:
         from megatron_vshape.view.figure import save
         from megatron_vshape.view.rank_memory import memory_figure
@@ -363,8 +364,7 @@ def _write(
         figure = memory_figure(curves, gpu.memory_bytes)
         outputs.append(Output("--save", options.save, partial(save, figure)))
     write_all(outputs)
-    for output in outputs:
-        print(f"wrote {output.path}")
+    report_written(outputs)
 
 
 def _write_costs(
@@ -390,7 +390,7 @@ def _write_costs(
             jobs = [replace(job, rank=job.rank - job.rank % sizes.tensor) for job in jobs]
             reports = _measured(reports, jobs, config)
     costs = counted_costs(reports, config.gpu, sizes.pipeline, sizes.stage_stride)
-    write_all([Output("--costs", options.costs, lambda path: _write_text(path, costs.to_json()))])
+    write_all([Output("--costs", options.costs, lambda path: path.write_text(costs.to_json()))])
     print("\n".join(source_lines(costs)))
     print(
         f"wrote {options.costs}: {costs.num_stages} stages, for plan --costs and schedule --costs"
@@ -421,10 +421,6 @@ def _measured(
         print(f"{ranks_text} on {result['device']}: {format_passes(result)}", flush=True)
         measured_reports += [with_measured(rank_report, result) for rank_report in ranks]
     return sorted(measured_reports, key=lambda rank_report: rank_report.stage)
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text)
 
 
 def _rank(rank_report: RankReport) -> dict[str, Any]:

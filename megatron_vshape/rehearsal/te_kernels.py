@@ -10,7 +10,7 @@ import functools
 import importlib
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -454,9 +454,8 @@ def _quantizers() -> dict[str, Callable[..., Any]]:
 
 def fix_random_signs() -> None:
     """Fix the signs of NVFP4's random transform, which TE reads from a tensor."""
-    with suppress(ImportError):  # before 2.8 there is no such format
-        module: Any = importlib.import_module("transformer_engine.pytorch.tensor.nvfp4_tensor")
-        module.get_sign_from_vector = lambda vector: 1
+    module: Any = importlib.import_module("transformer_engine.pytorch.tensor.nvfp4_tensor")
+    module.get_sign_from_vector = lambda vector: 1
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype | None:
