@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -71,14 +71,9 @@ class Gpu:
     shares: tuple[tuple[str, float], ...] = ()  # of `Rates` by name, that a cluster file sets
 
     @property
-    def on_grace(self) -> bool:
-        """Return whether the host's CPU is Grace instead of x86."""
-        return self.name in _GRACE
-
-    @property
     def per_host(self) -> int:
         """Number of GPUs of a host, which torchrun starts together: 4 with Grace CPUs."""
-        return min(4, self.node) if self.on_grace else self.node
+        return min(4, self.node) if self.name in _GRACE else self.node
 
     def outside_bytes(self, communicators: int) -> float:
         """Estimate the memory of CUDA and NCCL, which is outside of torch's allocator."""
@@ -101,13 +96,9 @@ class Gpu:
             return Fit.TIGHT
         return Fit.TOO_LARGE
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the GPU as plain values."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Gpu:
-        """Return the GPU that `to_json` wrote."""
+        """Return the GPU of its fields in JSON."""
         major, minor = plain["capability"]
         shares = tuple((str(name), float(value)) for name, value in plain["shares"])
         return cls(**{**plain, "capability": (major, minor), "shares": shares})

@@ -23,7 +23,7 @@ from megatron_vshape.core.planner.vocabulary import (
     with_vocabulary_passes,
 )
 from megatron_vshape.rehearsal import report
-from megatron_vshape.rehearsal.command import SCHEDULE, Command, Sizes
+from megatron_vshape.rehearsal.command import SCHEDULE, Command, Sizes, flags_of
 from megatron_vshape.rehearsal.configuration_costs import counted, reports_of_commands
 from megatron_vshape.rehearsal.rank_report import RankReport
 from megatron_vshape.rehearsal.ranks import PER_RANK, DryRunConfig, rehearse_all
@@ -54,11 +54,7 @@ class Remedy:
     @property
     def text(self) -> str:
         """Return the flags as on a command line."""
-        words = []
-        for name, value in self.flags.items():
-            flag = "--" + name.replace("_", "-")
-            words.append(flag if value is True else f"{flag} {value}")
-        return " ".join(words)
+        return " ".join(flags_of(self.flags))
 
     @property
     def most_bytes(self) -> float:

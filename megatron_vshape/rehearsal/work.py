@@ -51,13 +51,8 @@ class Work:
         return Work(
             {key: number for key, number in products.items() if number},
             {name: flops for name, flops in attention.items() if flops},
-            self.bytes_moved - earlier.bytes_moved,
-            self.optimizer_bytes - earlier.optimizer_bytes,
-            self.once_bytes - earlier.once_bytes,
-            self.kernels - earlier.kernels,
-            self.captured - earlier.captured,
-            self.captured_gemms - earlier.captured_gemms,
-            {key: counts for key, counts in exchanges.items() if counts[0]},
+            exchanges={key: counts for key, counts in exchanges.items() if counts[0]},
+            **{name: getattr(self, name) - getattr(earlier, name) for name in SUMS},
         )
 
     def plus(self, addend: Work, times: int) -> Work:
@@ -70,12 +65,8 @@ class Work:
         for exchange, added in addend.exchanges.items():
             counts = total.exchanges.get(exchange, [0, 0])
             total.exchanges[exchange] = [a + times * b for a, b in zip(counts, added, strict=True)]
-        total.bytes_moved += times * addend.bytes_moved
-        total.optimizer_bytes += times * addend.optimizer_bytes
-        total.once_bytes += times * addend.once_bytes
-        total.kernels += times * addend.kernels
-        total.captured += times * addend.captured
-        total.captured_gemms += times * addend.captured_gemms
+        for name in SUMS:
+            setattr(total, name, getattr(total, name) + times * getattr(addend, name))
         return total
 
     def is_close(self, reference: Work) -> bool:
