@@ -217,12 +217,6 @@ def _in_host(options: argparse.Namespace, request: PlanRequest) -> float:
     return usable_host_bytes(limit) if in_bytes else limit
 
 
-def _shares(options: argparse.Namespace, measured: Costs | None) -> bool:
-    """Return whether the options, not the costs file, enable vocabulary parallelism."""
-    is_sharded = measured is not None and measured.shards_output_layer
-    return options.vocab_parallel is not None and not is_sharded
-
-
 def _layer_cost_function(options: argparse.Namespace, measured: Costs | None) -> StageCostFunction:
     """Return a function that gives the costs of any number of stages with these options.
 
@@ -274,7 +268,8 @@ def _layer_costs(
         _check_measured(options, measured, layers, option_name)
         even = (layers / measured.num_stages,) * measured.num_stages
         pieces = Pieces.of(measured, measured.layers or even)
-    if _shares(options, measured):
+    is_sharded = measured is not None and measured.shards_output_layer
+    if options.vocab_parallel is not None and not is_sharded:
         sum_us = options.vocab_parallel
         if math.isnan(sum_us):
             sum_us = ALL_REDUCE_TIME * pieces.layer[Kind.F.time] * layers / chunks

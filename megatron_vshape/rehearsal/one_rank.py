@@ -108,14 +108,6 @@ def _stop(phase: Phase) -> AbstractContextManager[None]:
     raise _StepsDone
 
 
-def _register_schedules(watch: Callable[[Phase], AbstractContextManager[None]]) -> None:
-    """Register this package's schedules, whose passes run in the context of `watch`."""
-    from megatron_vshape.mcore.hooks import registry
-    from megatron_vshape.rehearsal.single_rank import watched_execution
-
-    registry.install({}, watched_execution(watch))
-
-
 class _Replacements:
     """Replaces functions of Megatron: it gets data, and its steps and passes are observed."""
 
@@ -153,7 +145,11 @@ class _Replacements:
         if self._job.checks_only:
             self._log_notices()
         if self._job.has_schedule:
-            _register_schedules(_stop if self._job.checks_only else self._ledger.during)
+            from megatron_vshape.mcore.hooks import registry
+            from megatron_vshape.rehearsal.single_rank import watched_execution
+
+            watch = _stop if self._job.checks_only else self._ledger.during
+            registry.install({}, watched_execution(watch))
         else:
             self._passes.mark_megatrons_passes(schedules)
 
@@ -238,22 +234,16 @@ def _set_purposes(ledger: Ledger, chunks: list[Any], optimizer: Any) -> None:
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     weights = set(map(id, parameters))
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    main_grads = [getattr(parameter, "main_grad", None) for parameter in parameters]
     # The last name counts: an optimizer may step views of the weights.
     tensors_by_purpose = {
-        "gradients": [*_main_grads(parameters), *_grad_buffers(chunks)],
+        "gradients": [*filter(torch.is_tensor, main_grads), *_grad_buffers(chunks)],
         "optimizer": _parts_of(parameter for parameter in stepped if id(parameter) not in weights),
         "weights": _parts_of(parameter.detach() for parameter in parameters),
     }
     for what, tensors in tensors_by_purpose.items():
         for tensor in tensors:
             ledger.name(tensor, what)
-
-
-def _main_grads(parameters: Iterable[Any]) -> Iterator[Tensor]:
-    for parameter in parameters:
-        gradient = getattr(parameter, "main_grad", None)
-        if isinstance(gradient, Tensor):
-            yield gradient
 
 
 def _grad_buffers(chunks: Iterable[Any]) -> Iterator[Tensor]:

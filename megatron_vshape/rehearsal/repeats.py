@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megatron_vshape.mcore.refusals import captures_graphs
@@ -53,7 +53,10 @@ def repeated_microbatch(ledger: Ledger) -> Repeated:
         NotRepeatedError: They differ in their work or in their sequence of allocations and frees.
     """
     first, second = [record for record in ledger.passes if record.phase.kind == "F"][-2:]
-    events = list(_events(ledger.records, first.clock))
+    records, start = ledger.records, first.clock
+    events = [(record.born, record.size) for record in records if record.born >= start]
+    events += [(record.died, -record.size) for record in records if start <= record.died < NEVER]
+    events.sort()
     first_sizes = [size for clock, size in events if clock < second.clock]
     second_sizes = [size for clock, size in events if clock >= second.clock]
     if first_sizes != second_sizes:
@@ -61,17 +64,10 @@ def repeated_microbatch(ledger: Ledger) -> Repeated:
     works = second.work_before.minus(first.work_before), ledger.work.minus(second.work_before)
     if not works[0].is_close(works[1]):
         raise NotRepeatedError("two consecutive microbatches have different work")
-    retained = _retained(ledger.records, second.clock)
+    retained = _retained(records, second.clock)
     if sum(record.size for record in retained) != sum(second_sizes):
         raise NotRepeatedError("a microbatch frees memory of an earlier step")
     return Repeated(works[1], retained)
-
-
-def _events(records: Sequence[Record], start: int) -> Iterator[tuple[int, int]]:
-    """Yield (clock, bytes) of allocations and frees since `start`, in order."""
-    changes = [(record.born, record.size) for record in records if record.born >= start]
-    changes += [(record.died, -record.size) for record in records if start <= record.died < NEVER]
-    yield from sorted(changes)
 
 
 def _retained(records: Sequence[Record], start: int) -> list[Record]:

@@ -410,16 +410,12 @@ def _started(record: RecordedCommand, flag_names: Collection[str]) -> StartedTra
     index = candidates[-1]
     script = words[index] if ends else words[index].rpartition(".")[2] + ".py"
     outer = [*record.launcher, *words[:index]]
-    variables = {**record.environment, **dict(map(_assignment, outer))}
+    assignments = (word.partition("=") for word in outer)
+    variables = {**record.environment, **{name: value for name, _, value in assignments}}
     flags = list(
         takewhile(lambda word: word not in ("|", "&&", "||", ";", "&"), words[index + 1 :])
     )
     return StartedTraining(script, flags, outer, variables)
-
-
-def _assignment(word: str) -> tuple[str, str]:
-    name, _, value = word.partition("=")
-    return name, value
 
 
 def _restore_variables(flags: Sequence[str], texts: Sequence[str]) -> list[str]:

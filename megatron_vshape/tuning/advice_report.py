@@ -159,7 +159,8 @@ class AdviceReport:
         ]
 
     def _table(self, rows: Sequence[ComparisonRow]) -> list[str]:
-        titles = [self._title(row) for row in rows]
+        name = self.advice.command_name
+        titles = [name if row.key == "today" else row.title for row in rows]
         descriptions = [describe(row.prediction, self.subject) for row in rows]
         wide, wider = (max(map(len, texts)) for texts in (titles, descriptions))
         lines = [f"{'':{wide}}  {'':{wider}}  {'step':>8}  {'MFU':>6}  GiB by pipeline rank"]
@@ -172,9 +173,6 @@ class AdviceReport:
             figures = f"{step_seconds(prediction):6.2f} s  {100 * (prediction.mfu or 0):5.1f}%"
             lines.append(f"{title:{wide}}  {description:{wider}}  {figures}  {peaks}{over}")
         return lines
-
-    def _title(self, row: ComparisonRow) -> str:
-        return self.advice.command_name if row.key == "today" else row.title
 
     def _verdict(self) -> list[str]:
         """Return the recommendation, and the comparison with the best of this package."""

@@ -3,7 +3,6 @@
 import logging
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -51,7 +50,11 @@ class Machine:
         device, link = cluster.device, cluster.host_link
         gpu_name = gpu_of_device(device.name)
         like = GPUS[gpu_name or UNKNOWN]
-        assumptions = _without_removed(cluster.assumptions)
+        for name in REMOVED.keys() & cluster.assumptions.keys():
+            logger.warning("assumption %s is ignored: %s.", name, REMOVED[name])
+        assumptions = {
+            name: value for name, value in cluster.assumptions.items() if name not in REMOVED
+        }
         # A cluster file's own value includes NCCL's buffers.
         communicator = 0 if "beside_gib" in assumptions else like.communicator_bytes
         outside_gib = assumptions.pop("beside_gib", _beside_gib(cluster, like))
@@ -130,9 +133,3 @@ def _beside_gib(cluster: "Cluster", gpu: Gpu) -> float:
             "of CUDA and libraries: assumptions: {beside_gib: GIB}"
         )
     return MEASURED_GIB[software, generation]
-
-
-def _without_removed(assumptions: Mapping[str, float]) -> dict[str, float]:
-    for name in REMOVED.keys() & assumptions.keys():
-        logger.warning("assumption %s is ignored: %s.", name, REMOVED[name])
-    return {name: value for name, value in assumptions.items() if name not in REMOVED}
