@@ -22,11 +22,10 @@ from megatron_vshape.rehearsal.command import (
 )
 from megatron_vshape.rehearsal.dry_run_flags import FILES, variables_of_step
 from megatron_vshape.rehearsal.framework_files import (
-    FrameworkConfig,
     check_format,
-    config_of_file,
-    config_of_recipe,
-    config_of_swift,
+    command_of_framework,
+    command_of_recipe,
+    command_of_swift,
 )
 from megatron_vshape.rehearsal.mindspeed_scripts import with_translated_flags
 from megatron_vshape.rehearsal.saved_config import (
@@ -42,7 +41,7 @@ from megatron_vshape.rehearsal.shell_script import (
     training_command,
 )
 from megatron_vshape.rehearsal.slime_scripts import SLIME_SIZES, with_slime_settings
-from megatron_vshape.rehearsal.verl_scripts import config_of_verl_command
+from megatron_vshape.rehearsal.verl_scripts import command_of_verl
 
 _WITH_ENCODER = "vision-language"
 """Models whose configuration contains that of the language model, which is estimated."""
@@ -74,8 +73,8 @@ def read_command(words: Sequence[str]) -> Command:
         raise ScheduleError(
             "the training command is missing: add it after --, as in -- pretrain_gpt.py FLAGS..."
         )
-    if (config := _config_of_command(words)) is not None:
-        return _command_of_framework(config, Command("pretrain_gpt.py", ()))
+    if (framework_command := _framework_command(words)) is not None:
+        return _with_launcher_of(Command("pretrain_gpt.py", ()), framework_command)
     scripts = [index for index, word in enumerate(words) if word.endswith(".py")]
     if not scripts and "-m" in words[:-1]:
         words = _words_of_module(words)
@@ -360,8 +359,8 @@ def _command_of_yaml(
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         _reject_other_models(_model_of(content), _WITH_ENCODER)
     check_format(path, content)
-    if (config := config_of_file(path, content, extra_flags)) is not None:
-        return _command_of_framework(config, command)
+    if (framework_command := command_of_framework(path, content, extra_flags)) is not None:
+        return _with_launcher_of(command, framework_command)
     arguments = content.get("MODEL_ARGS", content) if isinstance(content, dict) else None
     if not isinstance(arguments, dict) or any(
         isinstance(arguments[name], dict) for name in arguments
@@ -393,19 +392,17 @@ def _command_of_json(
     return _command_of_saved_config(config, command, extra_flags)
 
 
-def _config_of_command(words: Sequence[str]) -> FrameworkConfig | None:
-    return config_of_swift(words) or config_of_verl_command(words) or config_of_recipe(words)
+def _framework_command(words: Sequence[str]) -> Command | None:
+    return command_of_swift(words) or command_of_verl(words) or command_of_recipe(words)
 
 
-def _command_of_framework(config: FrameworkConfig, command: Command) -> Command:
-    launched = {NODES: config.nodes, PROCESSES: config.processes}
+def _with_launcher_of(outer: Command, command: Command) -> Command:
+    """Return a framework's command with the script, variables and launcher of the given words."""
     return replace(
         command,
-        flags=tuple(config.flags),
-        environment={**command.environment, **variables_of_step(config.environment)},
-        launched=launched if config.processes else command.launched,
-        model_name=config.model_name,
-        lora=config.lora,
+        script=outer.script,
+        environment={**outer.environment, **variables_of_step(command.environment)},
+        launched=command.launched if command.launched.get(PROCESSES) else outer.launched,
     )
 
 
@@ -439,9 +436,9 @@ def _command_of_shell(
     expansion = expand_script(text, path, parameters, variables)
     for record in expansion.records:
         assignments = [f"{name}={value}" for name, value in record.environment.items()]
-        if (config := _config_of_command([*assignments, *record.words])) is not None:
+        if (framework_command := _framework_command([*assignments, *record.words])) is not None:
             launched = _launched([*record.launcher, *record.words], sbatch)
-            return _command_of_framework(config, replace(command, launched=launched))
+            return _with_launcher_of(replace(command, launched=launched), framework_command)
     started = training_command(expansion, MEGATRON_FLAGS)
     if not any(word.startswith("--") for word in started.flags):
         empty = re.search(r"\.py[\"']?[ \t]+[\"']?\$\{?([A-Z]\w*)", "\n".join(expansion.texts))

@@ -11,12 +11,12 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal.command import NODES, PROCESSES, Command
 from megatron_vshape.rehearsal.rank_job import LoraConfig
 from megatron_vshape.rehearsal.saved_config import (
     flags_of_arguments,
@@ -55,18 +55,6 @@ _SWIFT_DEFAULTS = """
 """Defaults of ms-swift's MegatronArguments that differ from Megatron's."""
 
 
-@dataclass(frozen=True, slots=True)
-class FrameworkConfig:
-    """Flags of a framework's configuration, without those of its model."""
-
-    flags: Sequence[str]
-    model_name: str
-    nodes: str = ""
-    processes: str = ""  # per node
-    environment: Mapping[str, str] = field(default_factory=dict)
-    lora: LoraConfig | None = None
-
-
 def check_format(path: Path, content: Any) -> None:
     """Raise ScheduleError if a file is recognized and not read."""
     keys = {str(key).replace("-", "_") for key in content} if isinstance(content, dict) else set()
@@ -78,8 +66,8 @@ def check_format(path: Path, content: Any) -> None:
             )
 
 
-def config_of_file(path: Path, content: Any, extra_flags: Sequence[str]) -> FrameworkConfig | None:
-    """Return the configuration in a YAML file, None if it is of none of these frameworks.
+def command_of_framework(path: Path, content: Any, extra_flags: Sequence[str]) -> Command | None:
+    """Return the command of a YAML file, None if it is of none of these frameworks.
 
     Raises:
         ScheduleError: An included file is missing, files or values refer to each other in a circle,
@@ -88,7 +76,7 @@ def config_of_file(path: Path, content: Any, extra_flags: Sequence[str]) -> Fram
     if not isinstance(content, dict):
         return None
     try:
-        return _config_of_mapping(path, content, extra_flags)
+        return _command_of_mapping(path, content, extra_flags)
     except RecursionError:
         raise ScheduleError(
             f"{path} has a circle: a value ${{...}}, or an included file, refers back to itself. "
@@ -96,40 +84,43 @@ def config_of_file(path: Path, content: Any, extra_flags: Sequence[str]) -> Fram
         ) from None
 
 
-def _config_of_mapping(
+def _command_of_mapping(
     path: Path, content: dict[str, Any], extra_flags: Sequence[str]
-) -> FrameworkConfig | None:
+) -> Command | None:
     if isinstance(content.get("modules"), dict):
-        return _config_of_primus(path, _substitute(content, _environment_value), extra_flags)
+        return _command_of_primus(path, _substitute(content, _environment_value), extra_flags)
     if content.keys() & {"defaults", "policy"}:
         content = _read_with_parents(path, "defaults")
         if isinstance(content.get("policy"), dict):
-            return _config_of_nemo_rl(path, content, extra_flags)
+            return _command_of_nemo_rl(path, content, extra_flags)
     if worker := next((name for name in _ROLL_WORKERS if name in content), None):
-        return _config_of_roll(path, content, worker, extra_flags)
+        return _command_of_roll(path, content, worker, extra_flags)
     if isinstance(content.get("model"), dict):
         checkpoint = (content.get("checkpoint") or {}).get("pretrained_checkpoint")
-        return _config_of_overrides(path, content, extra_flags, str(checkpoint or ""))
+        return _command_of_overrides(path, content, extra_flags, str(checkpoint or ""))
     return None
 
 
-def _config_of_overrides(
+def _command_of_overrides(
     path: Path, content: Mapping[str, Any], extra_flags: Sequence[str], model_name: str = ""
-) -> FrameworkConfig:
+) -> Command:
     """Read overrides of a recipe of Megatron-Bridge, which has the model."""
     for name in content["model"]:
         if "vision" in name or name in ("teacher", "crossattn_emb_size"):
             raise ScheduleError(f"{path} sets model.{name}: only language models are estimated")
     if model_name:
         logger.warning("%s: settings of the recipe without an override are not included", path)
-    return FrameworkConfig(
-        flags_of_config(content, extra_flags), model_name, lora=lora_of_config(content.get("peft"))
+    return Command(
+        "pretrain_gpt.py",
+        tuple(flags_of_config(content, extra_flags)),
+        model_name=model_name,
+        lora=lora_of_config(content.get("peft")),
     )
 
 
-def _config_of_nemo_rl(
+def _command_of_nemo_rl(
     path: Path, content: Mapping[str, Any], extra_flags: Sequence[str]
-) -> FrameworkConfig:
+) -> Command:
     """Read the training part of a recipe of NeMo-RL: `policy.megatron_cfg`."""
     policy, cluster = (content.get(name) or {} for name in ("policy", "cluster"))
     policy = _with_references(policy, content)
@@ -169,13 +160,14 @@ def _config_of_nemo_rl(
     rollout = {} if colocated.get("enabled", True) else colocated.get("resources") or {}
     nodes = (cluster.get("num_nodes") or 1) - (rollout.get("num_nodes") or 0)
     rollout_gpus = 0 if rollout.get("num_nodes") else rollout.get("gpus_per_node") or 0
-    return FrameworkConfig(
-        flags_of_config(config, extra_flags),
-        str(policy.get("model_name") or ""),
-        str(nodes),
-        str((cluster.get("gpus_per_node") or 0) - rollout_gpus),
+    gpus = (cluster.get("gpus_per_node") or 0) - rollout_gpus
+    return Command(
+        "pretrain_gpt.py",
+        tuple(flags_of_config(config, extra_flags)),
         {name: str(value) for name, value in (megatron.get("env_vars") or {}).items()},
-        lora_of_config(peft if peft.get("enabled") else None),
+        {NODES: str(nodes), PROCESSES: str(gpus)},
+        str(policy.get("model_name") or ""),
+        lora=lora_of_config(peft if peft.get("enabled") else None),
     )
 
 
@@ -200,9 +192,9 @@ _ROLL_WORKERS = ("actor_train", "sft_train", "student_train", "student")
 """Parts of a pipeline of ROLL that train; the first one is estimated."""
 
 
-def _config_of_roll(
+def _command_of_roll(
     path: Path, content: Mapping[str, Any], worker_name: str, extra_flags: Sequence[str]
-) -> FrameworkConfig:
+) -> Command:
     """Read the training of the actor, or of the model, in a pipeline of ROLL."""
     content = _with_references(content, content)
     worker = content[worker_name]
@@ -237,18 +229,18 @@ def _config_of_roll(
     rank, targets = model.get("lora_rank"), str(model.get("lora_target") or "all-linear")
     names = dict.fromkeys(_LORA_NAMES.get(name, name) for name in targets.split(","))
     pretrained = content.get("pretrain") or content.get("student_pretrain")
-    return FrameworkConfig(
-        flags_of_config({"model": settings, "train": batches}, extra_flags),
-        str(model.get("model_name_or_path") or pretrained or ""),
-        "1",
-        str(gpus),
+    return Command(
+        "pretrain_gpt.py",
+        tuple(flags_of_config({"model": settings, "train": batches}, extra_flags)),
+        launched={NODES: "1", PROCESSES: str(gpus)},
+        model_name=str(model.get("model_name_or_path") or pretrained or ""),
         lora=LoraConfig(int(rank), tuple(names)) if rank else None,
     )
 
 
-def _config_of_primus(
+def _command_of_primus(
     path: Path, content: Mapping[str, Any], extra_flags: Sequence[str]
-) -> FrameworkConfig:
+) -> Command:
     """Read the trainer of a Primus experiment: its module, its model, then its overrides."""
     trainer: Mapping[str, Any] = next(
         (value for name, value in content["modules"].items() if "trainer" in name), {}
@@ -271,13 +263,13 @@ def _config_of_primus(
     if framework == "megatron_bridge":
         config = {"model": settings, "peft": settings.pop("peft", None)}
         name = str(settings.get("hf_path") or settings.get("flavor") or "")
-        return _config_of_overrides(path, config, extra_flags, name)
+        return _command_of_overrides(path, config, extra_flags, name)
     flags, unknown = flags_of_arguments(module | settings)
     _warn_of_unknown(name for name in unknown if settings.get(name))
-    return FrameworkConfig(flags, "")
+    return Command("pretrain_gpt.py", tuple(flags))
 
 
-def config_of_recipe(words: Sequence[str]) -> FrameworkConfig | None:
+def command_of_recipe(words: Sequence[str]) -> Command | None:
     """Read a command's recipe of Megatron-Bridge, which names the model, and its overrides."""
     matches = (re.fullmatch(r"\+*(\w+)\.(\w+)=(.*)", word) for word in words)
     recipe = words[words.index("--recipe") + 1] if "--recipe" in words[:-1] else "-"
@@ -293,11 +285,11 @@ def config_of_recipe(words: Sequence[str]) -> FrameworkConfig | None:
             "of its checkpoint, or pretrain_gpt.py with Megatron-LM's flags of the same run"
         )
     model = re.sub(r"_(pretrain|sft|peft|finetune)_.*", "", recipe)
-    return _config_of_overrides(Path(recipe), config, (), model)
+    return _command_of_overrides(Path(recipe), config, (), model)
 
 
-def config_of_swift(words: Sequence[str]) -> FrameworkConfig | None:
-    """Return the configuration of `megatron sft`, `pt` or `rlhf` of ms-swift; None for others.
+def command_of_swift(words: Sequence[str]) -> Command | None:
+    """Return the training of `megatron sft`, `pt` or `rlhf` of ms-swift; None for others.
 
     `words` are the command as a shell expands it, with variables before it.
 
@@ -321,18 +313,16 @@ def config_of_swift(words: Sequence[str]) -> FrameworkConfig | None:
     if settings.get("moe_router_dtype") == "none":
         settings["moe_router_dtype"] = None
     lora = _lora_of_swift(settings)
+    launched = {
+        NODES: environment.get("NNODES", "1"),
+        PROCESSES: environment.get("NPROC_PER_NODE", ""),
+    }
     flags, unknown = flags_of_arguments(
         {name: value for name, value in settings.items() if name not in _SWIFT_MEANINGS}
     )
     _warn_of_unknown(name for name in unknown if not name.startswith(_SWIFT_READ))
-    return FrameworkConfig(
-        flags,
-        str(settings.get("model") or ""),
-        environment.get("NNODES", "1"),
-        environment.get("NPROC_PER_NODE", ""),
-        environment,
-        lora,
-    )
+    name = str(settings.get("model") or "")
+    return Command("pretrain_gpt.py", tuple(flags), environment, launched, name, lora=lora)
 
 
 _SWIFT_READ = ("lora_", "tuner_type", "target_modules", "adapters", "model", "freeze_", "config")

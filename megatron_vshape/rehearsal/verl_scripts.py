@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal.framework_files import FrameworkConfig
+from megatron_vshape.rehearsal.command import NODES, PROCESSES, Command
 from megatron_vshape.rehearsal.rank_job import LoraConfig
 from megatron_vshape.rehearsal.saved_config import flags_of_config, lora_of_config
 
@@ -97,8 +97,8 @@ class _Settings(dict[str, Any]):
         return {name[len(prefix) :]: self[name] for name in self if name.startswith(prefix)}
 
 
-def config_of_verl_command(words: Sequence[str]) -> FrameworkConfig | None:
-    """Return the configuration of a trainer of verl; None for other commands.
+def command_of_verl(words: Sequence[str]) -> Command | None:
+    """Return the training of a trainer of verl; None for other commands.
 
     `words` are the command as a shell expands it, with variables before it.
 
@@ -127,13 +127,13 @@ def config_of_verl_command(words: Sequence[str]) -> FrameworkConfig | None:
     _log_assumptions(settings, tokens)
     variables = {name: str(value) for name, value in settings.section(_VARIABLES).items()}
     variables |= dict(word.split("=", 1) for word in launcher if re.match(r"\w+=", word))
-    return FrameworkConfig(
-        [*flags_of_config(config), *_further_flags(arguments)],
-        _model_name(settings),
-        str(settings.number(_NODES)),
-        str(settings.number(_GPUS)),
+    return Command(
+        "pretrain_gpt.py",
+        (*flags_of_config(config), *_further_flags(arguments)),
         variables,
-        _lora_of(settings),
+        {NODES: str(settings.number(_NODES)), PROCESSES: str(settings.number(_GPUS))},
+        _model_name(settings),
+        lora=_lora_of(settings),
     )
 
 
