@@ -39,6 +39,12 @@ class Current:
     gpu: Gpu | None = None
 
 
+def count_kernel(*tensors: Any) -> None:
+    """Count a kernel that reads and writes these tensors."""
+    if Current.ledger is not None:
+        Current.ledger.moved(*tensors)
+
+
 def report_requested_gpu() -> None:
     """Make torch report a GPU, and make values of fake tensors readable; nothing is computed.
 

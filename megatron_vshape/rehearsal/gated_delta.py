@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_vshape.rehearsal.device import Current
+from megatron_vshape.rehearsal.device import Current, count_kernel
 
 _CHUNK = 64
 """Tokens of a chunk, in the rule and in the convolution."""
@@ -28,12 +28,6 @@ def modules() -> dict[str, dict[str, Any]]:
         "fla.ops": {},
         "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
     }
-
-
-def _count_kernel(*tensors: Any) -> None:
-    """Count a kernel that reads and writes these tensors."""
-    if Current.ledger is not None:
-        Current.ledger.moved(*tensors)
 
 
 class _RuleInputs(NamedTuple):
@@ -60,7 +54,7 @@ class _RuleInputs(NamedTuple):
     def keys_and_values(self, square: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chunks' keys and values, multiplied by the inverse in `square`."""
         keys, values = torch.empty_like(self.k), torch.empty_like(self.v)
-        _count_kernel(self.k, self.v, self.beta, square, self.g, keys, values)
+        count_kernel(self.k, self.v, self.beta, square, self.g, keys, values)
         return keys, values
 
     def new_states(self) -> Tensor:
@@ -71,7 +65,7 @@ class _RuleInputs(NamedTuple):
     def states(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the state before each chunk, and the values without the states' share."""
         states, new_values = self.new_states(), torch.empty_like(values)
-        _count_kernel(self.k, keys, values, self.g, states, new_values)
+        count_kernel(self.k, keys, values, self.g, states, new_values)
         return states, new_values
 
 
@@ -82,15 +76,15 @@ class _Rule(torch.autograd.Function):
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         inputs = _RuleInputs(*tensors)
         sums = torch.empty_like(inputs.g, dtype=torch.float32)
-        _count_kernel(inputs.g, sums)
+        count_kernel(inputs.g, sums)
         inputs = inputs._replace(g=sums)
         q, k, v, *_ = inputs
         square = torch.zeros(*v.shape[:3], _CHUNK, dtype=k.dtype, device="cuda")
-        _count_kernel(k, sums, inputs.beta, square)
+        count_kernel(k, sums, inputs.beta, square)
         keys, values = inputs.keys_and_values(square)
         states, new_values = inputs.states(keys, values)
         out = torch.empty_like(v)
-        _count_kernel(q, k, new_values, states, sums, out)
+        count_kernel(q, k, new_values, states, sums, out)
         inputs.count_flops(0, (3, 2), 3)
         ctx.save_for_backward(*inputs, square)
         return out
@@ -105,19 +99,19 @@ class _Rule(torch.autograd.Function):
         keys, values = inputs.keys_and_values(square)
         states, new_values = inputs.states(keys, values)
         local_dv = torch.empty_like(grad)
-        _count_kernel(q, k, g, grad, local_dv)
+        count_kernel(q, k, g, grad, local_dv)
         d_states, dv = inputs.new_states(), torch.empty_like(local_dv)
-        _count_kernel(q, k, keys, grad, g, local_dv, d_states, dv)
+        count_kernel(q, k, keys, grad, g, local_dv, d_states, dv)
         del local_dv
         dq, dk, d_keys = torch.empty_like(q), torch.empty_like(k), torch.empty_like(keys)
         dg = torch.empty_like(g)
-        _count_kernel(q, k, new_values, keys, g, states, d_states, grad, dv, dq, dk, d_keys, dg)
+        count_kernel(q, k, new_values, keys, g, states, d_states, grad, dv, dq, dk, d_keys, dg)
         more_dk, last_dv = torch.empty_like(k), torch.empty_like(v)
         d_beta, more_dg = torch.empty_like(beta), torch.empty_like(g)
-        _count_kernel(k, v, beta, g, square, d_keys, dv, more_dk, last_dv, d_beta, more_dg)
-        _count_kernel(dk, more_dk, dk)
+        count_kernel(k, v, beta, g, square, d_keys, dv, more_dk, last_dv, d_beta, more_dg)
+        count_kernel(dk, more_dk, dk)
         summed_dg = torch.empty_like(dg)
-        _count_kernel(dg, summed_dg)
+        count_kernel(dg, summed_dg)
         return dq, dk, last_dv, summed_dg, d_beta
 
 
@@ -135,18 +129,18 @@ class _CausalConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        _count_kernel(x, x)
+        count_kernel(x, x)
         return torch.empty(x.shape, dtype=x.dtype, device="cuda")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         again = torch.empty(x.shape, dtype=x.dtype, device="cuda")
-        _count_kernel(x, again)
+        count_kernel(x, again)
         dx = torch.empty_like(x)
         parts = x.shape[0] * ceil(x.shape[1] / _CHUNK)
         by_part = torch.empty((parts, *weight.shape), dtype=torch.float32, device="cuda")
-        _count_kernel(x, again, grad, dx, by_part, by_part)
+        count_kernel(x, again, grad, dx, by_part, by_part)
         return dx, torch.empty_like(weight)
 
 
@@ -164,14 +158,14 @@ class _L2Norm(torch.autograd.Function):
         out = torch.empty_like(x)
         rows = torch.empty(x.shape[:-1], dtype=torch.float32, device="cuda")
         ctx.save_for_backward(out, rows)
-        _count_kernel(x, out, rows)
+        count_kernel(x, out, rows)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         out, rows = ctx.saved_tensors
         dx = torch.empty_like(out)
-        _count_kernel(out, rows, grad.contiguous(), dx)
+        count_kernel(out, rows, grad.contiguous(), dx)
         return dx
 
 

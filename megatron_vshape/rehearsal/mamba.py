@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_vshape.rehearsal.device import Current
+from megatron_vshape.rehearsal.device import Current, count_kernel
 
 _TILE = 32  # minimum rows of a kernel's tile; determines the number of partial sums
 
@@ -97,19 +97,19 @@ class _Scan:
         x, b, c, z = inputs
         self.count_flops(1.0)
         steps = self.steps(), self.steps()
-        _count_kernel(steps)
+        count_kernel(steps)
         wide = self.states(torch.float32)
-        _count_kernel(x, b, steps, wide)
+        count_kernel(x, b, steps, wide)
         states = self.states(dtype)
         last = _wide(self.batch, self.heads, self.head, self.state)
-        _count_kernel(wide, states, last)
+        count_kernel(wide, states, last)
         del wide
         squares = self.squares()
-        _count_kernel(b, c, squares)
+        count_kernel(b, c, squares)
         shape = (self.batch, self.tokens, self.heads, self.head)
         out = torch.empty(shape, dtype=x.dtype, device="cuda")
         saved = out if z is None else torch.empty_like(out)
-        _count_kernel(squares, x, steps, c, states, z, out, () if z is None else saved)
+        count_kernel(squares, x, steps, c, states, z, out, () if z is None else saved)
         del steps, states, last, squares
         return out, saved
 
@@ -120,48 +120,48 @@ class _Scan:
         x, b, c, z = inputs
         self.count_flops(2.5)
         steps = self.steps(), self.steps()
-        _count_kernel(steps)
+        count_kernel(steps)
         squares = self.squares()
-        _count_kernel(b, c, squares)
+        count_kernel(b, c, squares)
         wide = self.states(torch.float32)
-        _count_kernel(x, b, steps, wide)
+        count_kernel(x, b, steps, wide)
         states, last = self.states(torch.float32), _wide(self.batch, self.heads, self.head)
-        _count_kernel(wide, states)
+        count_kernel(wide, states)
         del wide, last
         shape = (self.batch, self.tokens, self.heads, self.head)
         ungated = None if z is None else torch.empty(shape, dtype=x.dtype, device="cuda")
         if ungated is not None:
-            _count_kernel(x, z, saved, grad, z, ungated)
+            count_kernel(x, z, saved, grad, z, ungated)
         d_states = self.states(torch.float32)
-        _count_kernel(c, steps[0], grad, d_states)
+        count_kernel(c, steps[0], grad, d_states)
         narrow = self.states(dtype), self.states(dtype)
         parts = _wide(self.batch, self.heads, self.chunks, ceil(self.head * self.state / 64))
-        _count_kernel(states, d_states, narrow, parts)
+        count_kernel(states, d_states, narrow, parts)
         del states, d_states, parts
         d_steps = self.steps()
-        _count_kernel(x, steps, b, squares, grad, narrow[0], x, d_steps)
+        count_kernel(x, steps, b, squares, grad, narrow[0], x, d_steps)
         by_group = self._sum_of_splits(x, steps, narrow[0], b), self.steps()
         by_group_too = self._sum_of_splits(grad, steps[0], narrow[1], c), self.steps()
         d_squares_by_split = self.squares(self.splits)
-        _count_kernel(x, steps, grad, d_squares_by_split)
+        count_kernel(x, steps, grad, d_squares_by_split)
         d_squares = self.squares()
-        _count_kernel(d_squares_by_split, d_squares)
+        count_kernel(d_squares_by_split, d_squares)
         del d_squares_by_split
-        _count_kernel(c, d_squares, by_group, b)
-        _count_kernel(b, d_squares, by_group_too, c)
+        count_kernel(c, d_squares, by_group, b)
+        count_kernel(b, d_squares, by_group_too, c)
         per_tile = self.steps(ceil(self.chunk / _TILE))
-        _count_kernel(x, steps, grad, squares, per_tile)
+        count_kernel(x, steps, grad, squares, per_tile)
         summed = self.steps()
-        _count_kernel(per_tile, summed)
+        count_kernel(per_tile, summed)
         del steps, squares, ungated, narrow, d_steps, by_group, by_group_too, d_squares, per_tile
         del summed
 
     def _sum_of_splits(self, *reads: Any) -> Tensor:
         splits = _wide(self.batch, self.tokens, self.splits, self.groups, self.state)
-        _count_kernel(*reads, splits, splits)  # written, and read by the sum
+        count_kernel(*reads, splits, splits)  # written, and read by the sum
         del splits
         total = _wide(self.batch, self.tokens, self.groups, self.state)
-        _count_kernel(total)
+        count_kernel(total)
         return total
 
     def count_flops(self, times: float) -> None:
@@ -171,12 +171,6 @@ class _Scan:
             within = self.chunk * (self.groups * self.state + self.heads * self.head)
             between = 4.0 * self.heads * self.head * self.state
             Current.ledger.count_attention(times * rows * (within + between), "bfloat16")
-
-
-def _count_kernel(*tensors: Any) -> None:
-    """Count a kernel that reads and writes these tensors."""
-    if Current.ledger is not None:
-        Current.ledger.moved(*tensors)
 
 
 class _SplitScan(torch.autograd.Function):
@@ -198,7 +192,7 @@ class _SplitScan(torch.autograd.Function):
         d_mixed = torch.empty_like(mixed)
         d_convolved = torch.empty_like(convolved)
         ctx.scan.backward(grad, saved, ctx.scan.inputs(mixed, convolved), ctx.dtype)
-        _count_kernel(convolved, d_convolved, d_convolved)  # the convolution's backward
+        count_kernel(convolved, d_convolved, d_convolved)  # the convolution's backward
         del convolved, d_convolved
         grads = [torch.empty_like(parameter, dtype=torch.float32) for parameter in (weight, bias)]
         small = [torch.empty_like(parameter) for parameter in (d_bias, a, d)]
@@ -211,7 +205,7 @@ def _convolved(mixed: Tensor, weight: Tensor) -> Tensor:
     copy = torch.empty(shape, dtype=mixed.dtype, device="cuda") if mixed.shape[-1] % 8 else None
     out = torch.empty(shape, dtype=mixed.dtype, device="cuda")
     del copy
-    _count_kernel(out, out)
+    count_kernel(out, out)
     return out
 
 
@@ -287,7 +281,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
-        _count_kernel(x, x)
+        count_kernel(x, x)
         return torch.empty_like(x)
 
     @staticmethod
@@ -297,7 +291,7 @@ class _Convolution(torch.autograd.Function):
             parameter if parameter is None else _wide(*parameter.shape)
             for parameter in (weight, bias)
         ]
-        _count_kernel(x, grad, x)
+        count_kernel(x, grad, x)
         return torch.empty_like(x), *wide
 
 
@@ -317,7 +311,7 @@ class _GatedNorm(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(flat, weight, z, _wide(groups * flat.shape[0]))
         ctx.groups, ctx.shape = groups, x.shape
-        _count_kernel(flat, z, flat)
+        count_kernel(flat, z, flat)
         return torch.empty_like(flat).view(x.shape)
 
     @staticmethod
@@ -325,7 +319,7 @@ class _GatedNorm(torch.autograd.Function):
         x, weight, z, _ = ctx.saved_tensors
         dx = torch.empty_like(x).view(ctx.shape)
         dz = None if z is None else torch.empty_like(z)
-        _count_kernel(x, grad, dx, z, dz)
+        count_kernel(x, grad, dx, z, dz)
         warps = min(max((weight.numel() // ctx.groups) // 256, 1), 8)
         units = torch.cuda.get_device_properties(0).multi_processor_count
         _wide(ceil(units * ceil(4 / warps) / ctx.groups), weight.numel())
