@@ -29,8 +29,8 @@ _STATES_ON_HOST: dict[str, Any] = {
 }
 """Optimizer states and step on the CPU."""
 
-_MAX_GPU_FACTOR = 8
-"""Maximum number of GPUs to try, relative to the present ones."""
+_GPU_FACTORS = (2, 4, 8)
+"""Numbers of GPUs to try, relative to the present one."""
 
 
 _LORA_RANK = 16
@@ -94,15 +94,14 @@ def find_fitting_options(
 
 def _attempts(command: Command, config: Configuration) -> Iterator[_Attempt]:
     """Yield the commands to try; numbers of GPUs that do not divide the batch are left out."""
-    gpus, factor = config.num_devices, 2
+    gpus = config.num_devices
     for options in (_BF16_STATES, _STATES_ON_HOST):
         changed = command.having(**options)
         yield _Attempt(changed, sizes_of(changed, gpus))
     yield _Attempt(command, sizes_of(command, gpus), _LORA_TEXT, LoraConfig(_LORA_RANK, ()))
-    while factor <= _MAX_GPU_FACTOR:
+    for factor in _GPU_FACTORS:
         changed = command.having(use_distributed_optimizer=True)
         try:
             yield _Attempt(changed, sizes_of(changed, factor * gpus), f"{factor * gpus} GPUs")
         except ScheduleError:
             return
-        factor *= 2
