@@ -6,7 +6,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import repeat
 from types import FunctionType
 from typing import Any
@@ -72,20 +72,12 @@ def _leave_generators_alone() -> None:
         trackers.append(importlib.import_module("transformer_engine.pytorch.distributed"))
     for module in trackers:
         module.CudaRNGStatesTracker.add = lambda self, *_, **__: None
-        module.CudaRNGStatesTracker.fork = _NullContext
+        module.CudaRNGStatesTracker.fork = _null_context
 
 
-class _NullContext:
-    """A context without effect."""
-
-    def __init__(self, *unused: Any, **options: Any) -> None:
-        """Accept any arguments."""
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(self, *exception: object) -> None:
-        """Do nothing."""
+def _null_context(*unused: Any, **options: Any) -> nullcontext[None]:
+    """Return a context without effect, for any arguments."""
+    return nullcontext()
 
 
 def _with_real_values(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +139,7 @@ def _use_one_memory_pool() -> None:
             "MultiGroupMemPoolAllocator",
             "MemPoolAllocatorWithoutRegistration",
         ):
-            setattr(allocator, name, _NullContext)
+            setattr(allocator, name, _null_context)
 
 
 def _reject_recomputed_parameters() -> None:

@@ -154,9 +154,9 @@ def _bare_package(directory: Path) -> None:
 
 def _version_in(directory: Path) -> str:
     """Return the version of the Transformer Engine in a checkout or an unpacked wheel."""
-    for file in (directory / "build_tools" / "VERSION.txt", directory / "VERSION"):
-        if file.is_file():
-            return file.read_text().strip()
+    version_file = directory / "build_tools" / "VERSION.txt"
+    if version_file.is_file():
+        return version_file.read_text().strip()
     for metadata_folder in directory.glob("transformer_engine-*.dist-info"):
         return metadata_folder.name.split("-")[1].removesuffix(".dist")
     raise FileNotFoundError(
