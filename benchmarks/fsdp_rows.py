@@ -9,11 +9,9 @@ request 1690 (compiled, full recomputation).
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 
 from megatron_vshape.rehearsal.gpus import GIB, GPUS
-from megatron_vshape.rehearsal.ranks import DryRunConfig
 from megatron_vshape.tuning import fsdp
 from megatron_vshape.tuning.configurations import Subject, configuration_of_command
 from megatron_vshape.tuning.machine import Machine
@@ -65,8 +63,7 @@ def main(names: list[str]) -> None:
         gpu, flags, (step_s, gib) = ROWS[name]
         subject = Subject.of_command([str(SCRIPT), *COMMON.split(), *flags.split()], name)
         machine = Machine(GPUS[gpu], 8)
-        programs = partial(DryRunConfig.of, subject.command, machine.gpu)
-        predictor = Predictor(subject, machine, Counts(subject, machine, programs))
+        predictor = Predictor(subject, machine, Counts(subject, machine))
         row = fsdp.best(predictor, configuration_of_command(subject, 8))
         assert row is not None
         figures = (

@@ -56,14 +56,14 @@ class Counts:
 
     subject: Subject
     machine: Machine
-    programs: Callable[[], DryRunConfig]
+    programs: Callable[[], DryRunConfig] | None = None  # None: the installed libraries
     ranks: dict[Key, Ranks | str] = field(default_factory=dict)  # by `key_of_count`
     costs: dict[Key, CountedCosts] = field(default_factory=dict)  # by that, GPUs and pipeline ranks
 
     def count(
         self, configurations: Iterable[Configuration], report: Callable[[int, int], None]
-    ) -> None:
-        """Count these configurations.
+    ) -> tuple[int, int]:
+        """Count these configurations; return the numbers of counted and of failed sets of sizes.
 
         Raises:
             ScheduleError: Megatron or Transformer Engine is not available for the estimate.
@@ -74,10 +74,17 @@ class Counts:
             for config in counted_configs
             if (key := key_of_count(config)) not in self.ranks
         }
-        if missing:
-            commands = [config.counted_command(self.subject) for config in missing.values()]
-            results = reports_of_commands(self.programs(), commands, report)
-            self.ranks |= zip(missing, results, strict=True)
+        subject = self.subject
+        if not missing:
+            return 0, 0
+        if self.programs is None:
+            dry_run_config = DryRunConfig.of(subject.command, self.machine.gpu)
+        else:
+            dry_run_config = self.programs()
+        commands = [config.counted_command(subject) for config in missing.values()]
+        results = reports_of_commands(dry_run_config, commands, report)
+        self.ranks |= zip(missing, results, strict=True)
+        return len(results), sum(isinstance(result, str) for result in results)
 
     def __call__(self, config: Configuration) -> CountedCosts:
         """Return the costs of a configuration.
