@@ -261,7 +261,7 @@ def counted(
     """
     if isinstance(ranks, str):
         raise ScheduleError(f"cannot be rehearsed: {ranks}")
-    # Not `sizes_of`, which rejects a global batch that does not divide.
+    # Not `sizes_of`, whose pipeline is the command's.
     tensor, context = (
         command.number(f"--{name}-parallel-size", 1) for name in ("tensor-model", "context")
     )
