@@ -149,7 +149,7 @@ def build(model: Model, state: Any, num_layers: int) -> nn.Module:
     }
     chunk: nn.Module = GPTModel(config, spec, 512, model.sequence_length, **no_embedding_or_output)
     chunk = chunk.to(model.device, model.torch_dtype)
-    te_layers.install(state, [chunk])
+    te_layers.use_job_stores(state, [chunk])
     options = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     chunk = DistributedDataParallel(config, options, chunk)
     return chunk

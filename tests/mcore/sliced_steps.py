@@ -106,7 +106,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "lost": (sliced_attention.KeysValues, "add", lost),
     "early": (sliced_attention.KeysValues, "add", early),
     "out of turn": (TokenRange, "of_pass", out_of_turn),
-    "balanced apart": (sliced_router, "install", apart_again),
+    "balanced apart": (sliced_router, "balance_full_microbatches", apart_again),
     "tokens apart": (step_slices, "looks_ahead", looks_no_further),
 }
 
@@ -259,7 +259,7 @@ def left(model: list[nn.Module]) -> int:
     for router in routers:
         cells_of_loss = (cell.cell_contents for cell in router._apply_aux_loss.__closure__ or ())
         dicts += [
-            cell.kept for cell in cells_of_loss if isinstance(cell, sliced_router._RouterLoss)
+            cell.loads for cell in cells_of_loss if isinstance(cell, sliced_router._RouterLoss)
         ]
     return sum(map(len, dicts))
 
