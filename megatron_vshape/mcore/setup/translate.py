@@ -371,7 +371,7 @@ def translate(options: Any, placement: Placement, layer_split: str | None = None
     """
     chunks = len(placement) // (max(placement) + 1)
     notices = _rename(options)  # first: the renamed pattern defines the number of layers
-    # The flag that defines the layers of every stage, whatever other options say.
+    # The flag that defines the layers of every stage, regardless of other options.
     winner = PATTERN if hybrid.marks_stages(options) else None
     if layer_split is not None:
         winner = SPLIT
