@@ -75,10 +75,29 @@ _BRIDGE_DEFAULTS = {"parallel_output": True, "scatter_embedding_sequence_paralle
 default."""
 
 _PRECISIONS: dict[str, dict[str, Any]] = {
-    "bf16_mixed": {"bf16": True, "grad_reduce_in_fp32": True},
-    "fp16_mixed": {"fp16": True, "grad_reduce_in_fp32": False},
+    "bf16": {"bf16": True, "grad_reduce_in_fp32": True},
+    "fp16": {"fp16": True, "grad_reduce_in_fp32": False},
 }
-"""Two recipes of Bridge's training/mixed_precision.py, used by most model recipes."""
+_FORMATS: dict[str, dict[str, Any]] = {
+    "fp8_delayed_scaling": {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_param_gather": True},
+    "fp8_current_scaling": {
+        "fp8": "hybrid",
+        "fp8_recipe": "tensorwise",
+        "fp8_param_gather": True,
+        "first_last_layers_bf16": True,
+        "num_layers_at_start_in_bf16": 1,
+        "num_layers_at_end_in_bf16": 1,
+    },
+    "fp8_subchannel_scaling": {"fp8": "hybrid", "fp8_recipe": "blockwise"},
+    "mxfp8": {
+        "fp8": "e4m3",
+        "fp8_recipe": "mxfp8",
+        "fp8_param_gather": True,
+        "reuse_grad_buf_for_mxfp8_param_ag": True,
+    },
+    "nvfp4": {"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param_gather": True},
+}
+"""Named recipes of Bridge's training/mixed_precision.py: bf16_mixed, bf16_with_mxfp8_mixed, ..."""
 
 _DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _DTYPES |= {"half": "fp16", "uint8": "fp8"}
@@ -196,13 +215,9 @@ def _sections(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         del sections["model"]["transformer"]
     precision = config.get("mixed_precision")
     if isinstance(precision, str):
-        name = precision.replace("-", "_")
-        if name not in _PRECISIONS:
-            raise ScheduleError(
-                f"mixed_precision {precision!r:.40} is a name that Bridge alone knows: known here "
-                f"are {' and '.join(_PRECISIONS)}, and what Bridge writes of a run that has started"
-            )
-        precision = _PRECISIONS[name]
+        precision = _precision(precision)
+        for key in precision:
+            sections["ddp" if key.startswith("grad_") else "model"].setdefault(key, None)
     for settings in (config.get("comm_overlap"), precision):
         for key, value in (settings or {}).items():
             for section in ("model", "optimizer", "ddp"):
@@ -210,6 +225,22 @@ def _sections(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
                     sections[section][key] = _plain(value)
     _remove_encoder(sections["model"])
     return sections
+
+
+def _precision(name: str) -> dict[str, Any]:
+    """Return the settings of a named precision.
+
+    Raises:
+        ScheduleError: Only Bridge knows the name.
+    """
+    match = re.fullmatch(r"(bf16|fp16)(?:_with_(\w+))?_mixed", name.replace("-", "_"))
+    if match is None or (match[2] and match[2] not in _FORMATS):
+        raise ScheduleError(
+            f"mixed_precision {name!r:.40} is a name that only Bridge knows: known here are "
+            f"bf16_mixed, fp16_mixed, bf16_with_X_mixed with X one of {', '.join(_FORMATS)}, and "
+            "the settings that Bridge writes for a run that has started"
+        )
+    return _PRECISIONS[match[1]] | _FORMATS.get(match[2], {})
 
 
 def _remove_encoder(model: dict[str, Any]) -> None:

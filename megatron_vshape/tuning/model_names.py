@@ -5,7 +5,9 @@ from pathlib import Path
 
 from megatron_vshape.tuning.configurations import SweepError
 
-_RELEASE = re.compile("instruct|base|chat|it|hf|fp8|bf16|thinking|preview|meta|nvidia|1m|[0-9]{4}")
+_RELEASE = re.compile(
+    "instruct|base|chat|it|hf|fp8|bf16|thinking|preview|meta|nvidia|coder|math|1m|[0-9]{4}"
+)
 """Words of a model's name without effect on its sizes: kind of training, format, date."""
 
 _SIZE = re.compile(r"a?\d+[bm]|\d+e")
@@ -13,15 +15,17 @@ _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 _EQUAL_SIZES = {
     "deepseekr1": "deepseek_v3",
+    "deepseekr1distillllama8b": "llama_3_1_8b",
+    "deepseekr1distillllama70b": "llama_3_1_70b",
     "deepseekr1distillqwen7b": "qwen2_5_7b",
+    "deepseekr1distillqwen14b": "qwen2_5_14b",
+    "deepseekr1distillqwen32b": "qwen2_5_32b",
     "deepseekv31": "deepseek_v3",
     "glm47": "glm_4_5",
     "llama38b": "llama_3_1_8b",
     "llama370b": "llama_3_1_70b",
     "llama3370b": "llama_3_1_70b",
     "qwen27b": "qwen2_5_7b",
-    "qwen25math15b": "qwen2_5_1_5b",
-    "qwen25math7b": "qwen2_5_7b",
     "qwen3600m": "qwen3_0_6b",
     "qwen3635ba3b": "qwen3_5_35b_a3b",
 }

@@ -411,24 +411,131 @@ RECIPE = """
 #SBATCH --nodes=2 --gpus-per-node=8
 TP=4
 CMD="python scripts/training/run_recipe.py --recipe {recipe} model.seq_length=8192"
-CMD="$CMD model.tensor_model_parallel_size=$TP {overrides}"
+CMD="$CMD model.tensor_model_parallel_size=$TP mixed_precision=bf16_with_mxfp8_mixed {overrides}"
 srun bash -c "$CMD"
 """
 
 
 def test_a_recipe_with_overrides_is_read(tmp_path: Path) -> None:
-    batch = "train.global_batch_size=64 train.micro_batch_size=2 peft.dim=16"
-    text = RECIPE.format(recipe="qwen3_600m_peft_128k_config", overrides=batch)
+    sizes = "model.pipeline_model_parallel_size=2 train.global_batch_size=64 peft.dim=16"
+    text = RECIPE.format(recipe="qwen3_600m_peft_128k_config", overrides=sizes)
     command = read_command([str(written(tmp_path, "sft.sh", text))])
     assert find_model(command.model_name).stem == "qwen3_0_6b"
     assert command.number("--tensor-model-parallel-size", 1) == 4
     assert command.number("--global-batch-size", 1) == 64
+    assert command.value("--fp8-recipe") == "mxfp8"
+    assert command.has("--cross-entropy-loss-fusion")
     assert launched_gpus(command) == (16, "")
     assert command.lora is not None
     assert command.lora.rank == 16
     text = RECIPE.format(recipe="qwen3_8b_sft_config", overrides="model.freeze_vision_model=True")
     with pytest.raises(ScheduleError, match="qwen3_8b_sft_config has sizes that only Megatron-Br"):
         read_command([str(written(tmp_path, "sft.sh", text))])
+
+
+NEMOTRON = """
+recipe:
+  _target_: megatron.bridge.recipes.nemotronh.nemotron_3_nano.nemotron_3_nano_peft_config
+mixed_precision: {precision}
+train: {{global_batch_size: 8, micro_batch_size: 1}}
+model:
+  seq_length: ${{art:data,pack_size}}
+  tensor_model_parallel_size: ${{oc.env:TENSOR_SIZE,4}}
+"""
+
+
+def test_a_configuration_of_nemotron_names_its_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENSOR_SIZE", "2")
+    file = written(tmp_path, "sft.yaml", NEMOTRON.format(precision="bf16_mixed"))
+    with pytest.raises(ScheduleError, match="nemotron_3_nano_peft_config has sizes that only"):
+        read_command([str(file)])
+    command = read_command([str(file), "--pipeline-model-parallel-size", "1"])
+    assert find_model(command.model_name).stem == "nemotron_3_nano"
+    assert command.number("--tensor-model-parallel-size", 1) == 2
+    assert not command.has("--seq-length")
+    assert command.lora is not None
+    file = written(tmp_path, "pretrain.yaml", NEMOTRON.format(precision="nemotron_h_mixed"))
+    with pytest.raises(ScheduleError, match="'nemotron_h_mixed' is a name that only Bridge knows"):
+        read_command([str(file), "--pipeline-model-parallel-size", "1"])
+
+
+RLINF = """
+defaults:
+  - override hydra/job_logging: stdout
+cluster: {{num_nodes: 2, component_placement: {{"actor,reward": {gpus}, rollout: 0-3}}}}
+algorithm: {{group_size: 16, n_minibatches: 4, training_batch_size_per_gpu: 2}}
+data: {{rollout_batch_size: 512}}
+runner: {{seq_length: 8192, enable_dynamic_batch_size: {packs}, max_tokens_per_mbs: 16384}}
+rollout: {{model: {{model_path: /models/DeepSeek-R1-Distill-Qwen-1.5B/}}}}
+actor:
+  training_backend: {backend}
+  model:
+    precision: bf16
+    activation: swiglu
+    tensor_model_parallel_size: 2
+    pipeline_model_parallel_size: 2
+    moe_grouped_gemm: null
+    seq_length: ${{runner.seq_length}}
+  optim: {{bf16: true, use_distributed_optimizer: true, overlap_grad_reduce: true}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("packs", "sizes"), [("false", (8192, 2, 2048)), ("true", (16384, 1, 1024))]
+)
+def test_the_actor_of_rlinf(tmp_path: Path, packs: str, sizes: tuple[int, ...]) -> None:
+    text = RLINF.format(gpus="4-11", packs=packs, backend="megatron")
+    command = read_command([str(written(tmp_path, "grpo.yaml", text))])
+    names = ("--seq-length", "--micro-batch-size", "--global-batch-size")
+    assert tuple(command.number(name, 0) for name in names) == sizes
+    assert command.number("--pipeline-model-parallel-size", 1) == 2
+    assert command.has("--bf16")
+    assert command.has("--overlap-grad-reduce")
+    assert not command.has("--moe-grouped-gemm")
+    assert launched_gpus(command) == (8, "")
+    assert find_model(command.model_name).stem == "deepseek_r1_distill_qwen_1_5b"
+    assert "the reference model and the critic are not included" in command.notes[0]
+
+
+def test_all_gpus_of_rlinf_are_unknown_and_fsdp_is_rejected(tmp_path: Path) -> None:
+    text = RLINF.format(gpus="all", packs="false", backend="megatron")
+    command = read_command([str(written(tmp_path, "all.yaml", text))])
+    assert command.notes[1] == "It uses all GPUs of 2 nodes: set their number with --gpus."
+    text = RLINF.format(gpus="all", packs="false", backend="fsdp")
+    with pytest.raises(ScheduleError, match="trains without Megatron: actor.training_backend is "):
+        read_command([str(written(tmp_path, "fsdp.yaml", text))])
+
+
+MINDSPEED_RL = """
+defaults:
+  - model: [small]
+megatron_training: {{model: small, stage: {stage}, bf16: true, global_batch_size: 32, min-lr: 0}}
+actor_config: {{micro_batch_size: 1, tensor_model_parallel_size: 2, num_layer_list: "15,17"}}
+"""
+MINDSPEED_RL_BATCHES = """
+rl_config:
+  {mini_batch_size: 64, n_samples_per_prompt: 4, max_prompt_length: 1024, use_dynamic_bsz: true,
+   max_packing_token_size: 8192, actor_resource: {num_npus: 16}}
+generate_config: {sampling_config: {max_tokens: 3072}}
+"""
+
+
+def test_mindspeed_rl_has_a_file_for_its_model(tmp_path: Path) -> None:
+    model = "small: {num_layers: 32, hidden_size: 4096, num_attention_heads: 32, seq_length: 512}\n"
+    written(tmp_path, "model/small.yaml", model)
+    sizes = "pipeline_model_parallel_size: 2"
+    text = MINDSPEED_RL.replace('"15,17"', f'"15,17", {sizes}')
+    names = ("--seq-length", "--micro-batch-size", "--global-batch-size")
+    text_of_rl = text.format(stage="ray_grpo") + MINDSPEED_RL_BATCHES
+    command = read_command([str(written(tmp_path, "grpo.yaml", text_of_rl))])
+    assert tuple(command.number(name, 0) for name in names) == (8192, 1, 128)
+    assert command.layers == 32
+    assert command.value("--pipeline-model-parallel-layout") == f"E{15 * 't'}|{17 * 't'}L"
+    assert launched_gpus(command) == (16, "")
+    command = read_command([str(written(tmp_path, "dpo.yaml", text.format(stage="dpo")))])
+    assert tuple(command.number(name, 0) for name in names) == (512, 2, 64)
 
 
 NEOX = {"pipe-parallel-size": 4, "model-parallel-size": 2, "num-layers": 44, "hidden-size": 6144}

@@ -235,8 +235,12 @@ def test_a_layout_is_converted_to_the_flag(tmp_path: Path) -> None:
 def test_a_named_precision_is_applied(tmp_path: Path) -> None:
     content = saved("dense") | {"mixed_precision": "bf16_mixed"}
     assert read_command([written(tmp_path, content)]).has("--bf16")
-    content["mixed_precision"] = "bf16_with_mxfp8_mixed"
-    with pytest.raises(ScheduleError, match="'bf16_with_mxfp8_mixed' is a name that Bridge alone"):
+    content["mixed_precision"] = "bf16_with_fp8_current_scaling_mixed"
+    command = read_command([written(tmp_path, content)])
+    assert command.value("--fp8-recipe") == "tensorwise"
+    assert command.has("--first-last-layers-bf16")
+    content["mixed_precision"] = "nemotron_h_bf16_mixed"
+    with pytest.raises(ScheduleError, match="'nemotron_h_bf16_mixed' is a name that only Bridge"):
         read_command([written(tmp_path, content)])
 
 

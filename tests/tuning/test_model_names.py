@@ -23,6 +23,7 @@ MODELS = Path(__file__).parents[2] / "configs" / "models"
 
 PUBLISHED = {
     "deepseek_llm_7b": (6.9, 6.9, 2),
+    "deepseek_r1_distill_qwen_1_5b": (1.78, 1.78, 2),
     "deepseek_v2_lite": (15.7, 2.4, 1),
     "deepseek_v3": (671, 37, 1),
     "glm_4_5": (355, 32, 0),  # its report excludes both embeddings from active parameters
@@ -133,6 +134,9 @@ def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
         ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16", "nemotron_3_nano"),
         ("meta-llama/Llama-3.3-70B-Instruct", "llama_3_1_70b"),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "qwen2_5_7b"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", "qwen2_5_32b"),
+        ("Qwen/Qwen2.5-Coder-7B-Instruct", "qwen2_5_7b"),
+        ("Qwen/Qwen2.5-Math-1.5B", "qwen2_5_1_5b"),
         ("output/Qwen3-8B/v0-20260701/checkpoint-100-merged", "qwen3_8b"),
         (str(MODELS / "qwen3_8b.yaml"), "qwen3_8b"),
     ],

@@ -1,0 +1,286 @@
+"""Read the training part of configurations of NeMo-RL, ROLL, RLinf and MindSpeed-RL.
+
+Only NeMo-RL's, ROLL's and RLinf's files name a model of Hugging Face, whose sizes are in another
+file; MindSpeed-RL's have Megatron's arguments. Estimated is the update of the trained model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from math import ceil, prod
+from pathlib import Path
+from typing import Any
+
+from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal.command import NODES, PROCESSES, Command, flags_of
+from megatron_vshape.rehearsal.rank_job import LoraConfig
+from megatron_vshape.rehearsal.saved_config import flags_of_config, lora_of_config
+from megatron_vshape.rehearsal.yaml_files import with_references
+
+_LONGEST = (
+    "Estimated is the update of the trained model with the longest responses; the rollout engine, "
+    "the reference model and the critic are not included."
+)
+
+_ROLL_WORKERS = ("actor_train", "sft_train", "student_train", "student")
+"""Parts of a pipeline of ROLL that train; the first one is estimated."""
+
+
+def command_of_rl(
+    path: Path, content: Mapping[str, Any], extra_flags: Sequence[str]
+) -> Command | None:
+    """Return the command of a configuration, None if it is of none of these frameworks.
+
+    Raises:
+        ScheduleError: It does not train with Megatron.
+    """
+    if isinstance(content.get("policy"), dict):
+        return _command_of_nemo_rl(path, content, extra_flags)
+    if isinstance(content.get("megatron_training"), dict):
+        return _command_of_mindspeed_rl(content, extra_flags)
+    if worker := next((name for name in _ROLL_WORKERS if name in content), None):
+        return _command_of_roll(path, content, worker, extra_flags)
+    if "training_backend" in (content.get("actor") or ()):
+        return _command_of_rlinf(path, content, extra_flags)
+    return None
+
+
+def _command_of_nemo_rl(
+    path: Path, content: Mapping[str, Any], extra_flags: Sequence[str]
+) -> Command:
+    """Read the training part of a recipe of NeMo-RL: `policy.megatron_cfg`."""
+    policy, cluster = (content.get(name) or {} for name in ("policy", "cluster"))
+    policy = with_references(policy, content)
+    megatron = policy.get("megatron_cfg") or {}
+    if not megatron.get("enabled"):
+        raise ScheduleError(
+            f"{path} trains without Megatron: policy.megatron_cfg.enabled is not true"
+        )
+    model = {name: value for name, value in megatron.items() if not isinstance(value, dict)}
+    if not model.pop("activation_checkpointing", None):
+        model |= dict.fromkeys(("recompute_granularity", "recompute_modules"))
+    elif model.get("recompute_granularity", "full") == "full":
+        model |= {"recompute_granularity": "full", "recompute_method": "uniform"}
+        model |= {"recompute_num_layers": 1, "recompute_modules": None}
+    quantization, peft = (megatron.get(name) or {} for name in ("fp8_cfg", "peft"))
+    if quantization.get("enabled"):
+        model |= {name: value for name, value in quantization.items() if name.startswith("fp8")}
+    model |= megatron.get("model_overrides") or {}
+    model |= {
+        "seq_length": policy.get("max_total_sequence_length"),
+        "mtp_num_layers": model.get("mtp_num_layers") or None,
+        "bf16": policy.get("precision") == "bfloat16",
+    }
+    sequences = 2 if content.keys() & {"dpo", "rm"} else 1  # of a sample: chosen and rejected
+    batches: dict[str, Any] = {
+        name: policy[f"train_{name}"] * sequences
+        for name in ("global_batch_size", "micro_batch_size")
+        if policy.get(f"train_{name}")
+    }
+    config = {
+        "model": model,
+        "ddp": megatron.get("distributed_data_parallel_config"),
+        "optimizer": megatron.get("optimizer"),
+        "train": batches,
+    }
+    colocated = (policy.get("generation") or {}).get("colocated") or {}
+    rollout = {} if colocated.get("enabled", True) else colocated.get("resources") or {}
+    nodes = (cluster.get("num_nodes") or 1) - (rollout.get("num_nodes") or 0)
+    rollout_gpus = 0 if rollout.get("num_nodes") else rollout.get("gpus_per_node") or 0
+    gpus = (cluster.get("gpus_per_node") or 0) - rollout_gpus
+    return Command(
+        "pretrain_gpt.py",
+        tuple(flags_of_config(config, extra_flags)),
+        {name: str(value) for name, value in (megatron.get("env_vars") or {}).items()},
+        {NODES: str(nodes), PROCESSES: str(gpus)},
+        str(policy.get("model_name") or ""),
+        lora=lora_of_config(peft if peft.get("enabled") else None),
+    )
+
+
+_ROLL_DEFAULTS = {
+    "moe_token_dispatcher_type": "allgather",
+    "expert_tensor_parallel_size": 1,
+    "bias_activation_fusion": False,
+    "apply_rope_fusion": False,
+}
+"""Defaults of ROLL's mcore_adapter (training_args.py) that differ from Megatron's."""
+
+_LORA_NAMES = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "linear_qkv"),
+    "o_proj": "linear_proj",
+    **dict.fromkeys(("gate_proj", "up_proj"), "linear_fc1"),
+    "down_proj": "linear_fc2",
+}
+"""Megatron's linear layers by their names in Hugging Face models."""
+
+
+def _command_of_roll(
+    path: Path, content: Mapping[str, Any], worker_name: str, extra_flags: Sequence[str]
+) -> Command:
+    """Read the training of the actor, or of the model, in a pipeline of ROLL."""
+    content = with_references(content, content)
+    worker = content[worker_name]
+    strategy, model, training = (
+        worker.get(name) or {} for name in ("strategy_args", "model_args", "training_args")
+    )
+    if strategy.get("strategy_name") != "megatron_train":
+        raise ScheduleError(
+            f"{path} trains without Megatron: {worker_name}.strategy_args.strategy_name is not "
+            "megatron_train"
+        )
+    settings = _ROLL_DEFAULTS | (strategy.get("strategy_config") or {})
+    if settings.get("recompute_granularity") == "full":
+        settings = {"recompute_method": "uniform", "recompute_num_layers": 1} | settings
+    if settings.pop("moe_layer_recompute", False):
+        settings |= {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    if isinstance(modules := settings.get("recompute_modules"), str):
+        settings["recompute_modules"] = modules.replace(" ", "").split(",")
+    lengths = (content.get(name) or 0 for name in ("prompt_length", "response_length"))
+    settings |= {
+        "seq_length": content.get("sequence_length") or sum(lengths),
+        "bf16": model.get("dtype", "bf16") == "bf16",
+    }
+    ranges = re.findall(r"range\((\d+), *(\d+)\)", str(worker.get("device_mapping")))
+    gpus = sum(int(end) - int(start) for start, end in ranges)
+    sequences = 2 if "chosen_key" in content else 1  # of a sample
+    microbatch = (training.get("per_device_train_batch_size") or 1) * sequences
+    samples = microbatch * (training.get("gradient_accumulation_steps") or 1)
+    batches: dict[str, Any] = {
+        "micro_batch_size": microbatch,
+        "global_batch_size": samples * _replicas(settings, gpus),
+    }
+    rank, targets = model.get("lora_rank"), str(model.get("lora_target") or "all-linear")
+    names = dict.fromkeys(_LORA_NAMES.get(name, name) for name in targets.split(","))
+    pretrained = content.get("pretrain") or content.get("student_pretrain")
+    return Command(
+        "pretrain_gpt.py",
+        tuple(flags_of_config({"model": settings, "train": batches}, extra_flags)),
+        launched={NODES: "1", PROCESSES: str(gpus)},
+        model_name=str(model.get("model_name_or_path") or pretrained or ""),
+        lora=LoraConfig(int(rank), tuple(names)) if rank else None,
+    )
+
+
+def _command_of_rlinf(
+    path: Path, content: Mapping[str, Any], extra_flags: Sequence[str]
+) -> Command:
+    """Read the training of the actor in a configuration of RLinf."""
+    content = with_references(content, content)
+    actor, algorithm, data, runner, cluster = (
+        content.get(name) or {} for name in ("actor", "algorithm", "data", "runner", "cluster")
+    )
+    if actor["training_backend"] != "megatron":
+        raise ScheduleError(
+            f"{path} trains without Megatron: actor.training_backend is {actor['training_backend']}"
+        )
+    model, optimizer = (actor.get(name) or {} for name in ("model", "optim"))
+    rollout = (content.get("rollout") or {}).get("model") or {}
+    settings = {name: value for name, value in model.items() if name not in _RLINF_NAMES}
+    settings |= {
+        "seq_length": model.get("seq_length") or runner.get("seq_length"),
+        "moe_grouped_gemm": bool(model.get("moe_grouped_gemm")),
+        "bf16": model.get("precision") == "bf16",
+        "fp16": model.get("precision") == "fp16",
+    }
+    samples = (data.get("rollout_batch_size") or 1) * (algorithm.get("group_size") or 1)
+    samples //= algorithm.get("n_minibatches") or 1
+    batches: dict[str, Any] = {
+        "global_batch_size": actor.get("global_batch_size") or samples,
+        "micro_batch_size": actor.get("micro_batch_size")
+        or algorithm.get("training_batch_size_per_gpu"),
+    }
+    launched = _rlinf_gpus(cluster)
+    if runner.get("enable_dynamic_batch_size"):
+        samples, limit = batches["global_batch_size"], runner.get("max_tokens_per_mbs")
+        settings, batches = _packed(settings, samples, limit, int(launched[PROCESSES] or 0))
+    config = {"model": settings, "ddp": optimizer, "train": batches}
+    notes: tuple[str, ...] = (_LONGEST,)
+    if not launched[PROCESSES]:
+        notes += (f"It uses all GPUs of {launched[NODES]} nodes: set their number with --gpus.",)
+    return Command(
+        "pretrain_gpt.py",
+        tuple(flags_of_config(config, extra_flags)),
+        launched=launched,
+        model_name=str(rollout.get("model_path") or model.get("model_path") or ""),
+        notes=notes,
+    )
+
+
+_RLINF_NAMES = frozenset(
+    """
+    activation encoder_seq_length is_lora megatron_checkpoint model_path model_type normalization
+    precision
+    """.split()
+)
+"""Settings of RLinf's models that are read by name, or follow from the model."""
+
+
+def _rlinf_gpus(cluster: Mapping[str, Any]) -> dict[str, str]:
+    """Return the GPUs of the actor: all nodes, or a range of GPUs as in `actor: 24-63`."""
+    placements = {
+        role.strip(): str(gpus)
+        for roles, gpus in (cluster.get("component_placement") or {}).items()
+        for role in str(roles).split(",")
+    }
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", placements.get("actor", ""))
+    if not ranges:
+        return {NODES: str(cluster.get("num_nodes") or 1), PROCESSES: ""}
+    gpus = sum(int(last or first) - int(first) + 1 for first, last in ranges)
+    return {NODES: "1", PROCESSES: str(gpus)}
+
+
+def _command_of_mindspeed_rl(content: Mapping[str, Any], extra_flags: Sequence[str]) -> Command:
+    """Read the training of the actor in a configuration of MindSpeed-RL: Megatron's arguments."""
+    training, actor, rl, generation = (
+        {str(name).replace("-", "_"): value for name, value in (content.get(section) or {}).items()}
+        for section in ("megatron_training", "actor_config", "rl_config", "generate_config")
+    )
+    settings = training | actor
+    models = content.get("model") or {}
+    settings = (models.get(settings.pop("model", None)) or {}) | settings
+    gpus = (rl.get("actor_resource") or {}).get("num_npus") or 0
+    if settings.get("stage") == "dpo":  # a sample has a chosen and a rejected answer
+        settings |= {
+            name: 2 * settings[name]
+            for name in ("global_batch_size", "micro_batch_size")
+            if settings.get(name)
+        }
+    elif rl:
+        samples = (rl.get("mini_batch_size") or 1) * (rl.get("n_samples_per_prompt") or 1)
+        response = (generation.get("sampling_config") or {}).get("max_tokens") or 0
+        longest = (rl.get("max_prompt_length") or 0) + response
+        settings |= {"seq_length": longest, "global_batch_size": samples}
+        if rl.get("use_dynamic_bsz"):
+            limit = rl.get("max_packing_token_size")
+            settings, batches = _packed(settings, samples, limit, gpus)
+            settings |= batches
+        settings["max_position_embeddings"] = settings["seq_length"]
+    return Command(
+        "pretrain_gpt.py",
+        (*flags_of(settings), *extra_flags),
+        launched={NODES: "1", PROCESSES: str(gpus)} if gpus else {},
+        notes=(_LONGEST,),
+    )
+
+
+def _packed(
+    settings: Mapping[str, Any], samples: int, limit: int | None, gpus: int
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the settings and batch sizes of samples that are packed to `limit` tokens.
+
+    A microbatch becomes one sequence, of at least one sample with the greatest length.
+    """
+    length = settings.get("seq_length") or 0
+    tokens = max(limit or 0, length)
+    replicas = _replicas(settings, gpus)
+    microbatches = ceil(ceil(samples / replicas) * length / tokens) if tokens else samples
+    batches = {"micro_batch_size": 1, "global_batch_size": microbatches * replicas}
+    return {**settings, "seq_length": tokens}, batches
+
+
+def _replicas(settings: Mapping[str, Any], gpus: int) -> int:
+    """Return the number of data-parallel pipelines on so many GPUs, at least 1."""
+    sizes = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
+    return gpus // prod(settings.get(f"{size}_size") or 1 for size in sizes) or 1
