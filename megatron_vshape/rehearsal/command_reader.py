@@ -42,6 +42,7 @@ from megatron_vshape.rehearsal.shell_script import (
 )
 from megatron_vshape.rehearsal.slime_scripts import SLIME_SIZES, with_slime_settings
 from megatron_vshape.rehearsal.verl_scripts import command_of_verl
+from megatron_vshape.rehearsal.yaml_files import section
 
 _WITH_ENCODER = "vision-language"
 """Models whose configuration contains that of the language model, which is estimated."""
@@ -369,7 +370,7 @@ def _command_of_yaml(
             f"{path} has no flags: MODEL_ARGS, as in Megatron-LM's functional tests, or flags "
             f"alone. {_INSTEAD}"
         )
-    environment = {name: str(value) for name, value in (content.get("ENV_VARS") or {}).items()}
+    environment = {name: str(value) for name, value in section(content, "ENV_VARS").items()}
     return Command(
         command.script, tuple(flags_of(arguments)), {**command.environment, **environment}
     )
@@ -416,7 +417,7 @@ def _command_of_saved_config(
 
 def _model_of(config: Mapping[str, Any]) -> Command:
     """Return the class name of the configuration's model as a script name."""
-    target = str((config.get("model") or {}).get("_target_", ""))
+    target = str(section(config, "model").get("_target_", ""))
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", target).replace(
         ".", "_"
     )

@@ -25,6 +25,7 @@ from megatron_vshape.rehearsal.yaml_files import (
     environment_value,
     read_with_parents,
     scalar,
+    section,
     substitute,
     with_references,
 )
@@ -94,7 +95,8 @@ def _command_of_mapping(
 ) -> Command | None:
     if isinstance(content.get("modules"), dict):
         return _command_of_primus(path, substitute(content, environment_value), extra_flags)
-    backend = (content.get("actor") or {}).get("training_backend", "megatron")
+    actor = content.get("actor")
+    backend = actor.get("training_backend", "megatron") if isinstance(actor, dict) else "megatron"
     if "defaults" in content and backend == "megatron":  # includes of RLinf may be elsewhere
         content = read_with_parents(path, "defaults")
     if (command := command_of_rl(path, content, extra_flags)) is not None:
@@ -106,7 +108,7 @@ def _command_of_mapping(
         peft = config.get("peft") or recipe.get("peft", "lora" if "_peft_" in name else None)
         return _command_with_recipe(path, name, {**config, "peft": peft}, extra_flags)
     if isinstance(content.get("model"), dict):
-        checkpoint = (content.get("checkpoint") or {}).get("pretrained_checkpoint")
+        checkpoint = section(content, "checkpoint").get("pretrained_checkpoint")
         return _command_of_overrides(path, content, extra_flags, str(checkpoint or ""))
     return None
 
@@ -132,9 +134,8 @@ def _command_of_primus(
     path: Path, content: Mapping[str, Any], extra_flags: Sequence[str]
 ) -> Command:
     """Read the trainer of a Primus experiment: its module, its model, then its overrides."""
-    trainer: Mapping[str, Any] = next(
-        (value for name, value in content["modules"].items() if "trainer" in name), {}
-    )
+    trainers = [name for name in content["modules"] if "trainer" in str(name)]
+    trainer = section(content["modules"], trainers[0]) if trainers else {}
     framework = trainer.get("framework")
     if framework not in ("megatron", "megatron_bridge"):
         raise ScheduleError(f"{path} trains with {framework} in Primus: only Megatron is estimated")
@@ -149,7 +150,7 @@ def _command_of_primus(
         read_with_parents(root / kind / framework / f"{str(name).removesuffix('.yaml')}.yaml")
         for kind, name in (("modules", trainer.get("config")), ("models", trainer.get("model")))
     )
-    settings = model | (trainer.get("overrides") or {})
+    settings = model | section(trainer, "overrides")
     if framework == "megatron_bridge":
         config = {
             "model": settings,
@@ -170,12 +171,12 @@ def command_of_recipe(words: Sequence[str]) -> Command | None:
         return None
     config: dict[str, Any] = {"peft": "lora" if "_peft_" in recipe else None}
     for match in filter(None, (re.fullmatch(r"\+*(\w+)(?:\.(\w+))?=(.*)", word) for word in words)):
-        section, name, value = match.groups()
-        values = config.get(section)
+        key, name, value = match.groups()
+        values = config.get(key)
         if name is not None:
-            config[section] = (values if isinstance(values, dict) else {}) | {name: scalar(value)}
-        elif section == "mixed_precision":
-            config[section] = value
+            config[key] = (values if isinstance(values, dict) else {}) | {name: scalar(value)}
+        elif key == "mixed_precision":
+            config[key] = value
     return _command_with_recipe(Path(recipe), recipe, config, ())
 
 
@@ -187,7 +188,7 @@ def _command_with_recipe(
     Raises:
         ScheduleError: Sizes are not overridden, so that only Bridge knows them.
     """
-    model = {"cross_entropy_loss_fusion": True} | (config.get("model") or {})
+    model = {"cross_entropy_loss_fusion": True} | section(config, "model")
     names = {*model, *(word.removeprefix("--").replace("-", "_") for word in extra_flags)}
     sizes = {"tensor_model_parallel_size", "pipeline_model_parallel_size"}
     if not config.get("train") or not sizes <= names:

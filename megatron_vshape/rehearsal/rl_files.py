@@ -16,7 +16,7 @@ from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.command import NODES, PROCESSES, Command, flags_of
 from megatron_vshape.rehearsal.rank_job import LoraConfig
 from megatron_vshape.rehearsal.saved_config import flags_of_config, lora_of_config
-from megatron_vshape.rehearsal.yaml_files import with_references
+from megatron_vshape.rehearsal.yaml_files import number, section, with_references
 
 _LONGEST = (
     "Estimated is the update of the trained model with the longest responses; the rollout engine, "
@@ -41,7 +41,7 @@ def command_of_rl(
         return _command_of_mindspeed_rl(content, extra_flags)
     if worker := next((name for name in _ROLL_WORKERS if name in content), None):
         return _command_of_roll(path, content, worker, extra_flags)
-    if "training_backend" in (content.get("actor") or ()):
+    if "training_backend" in section(content, "actor"):
         return _command_of_rlinf(path, content, extra_flags)
     return None
 
@@ -50,9 +50,9 @@ def _command_of_nemo_rl(
     path: Path, content: Mapping[str, Any], extra_flags: Sequence[str]
 ) -> Command:
     """Read the training part of a recipe of NeMo-RL: `policy.megatron_cfg`."""
-    policy, cluster = (content.get(name) or {} for name in ("policy", "cluster"))
+    policy, cluster = (section(content, name) for name in ("policy", "cluster"))
     policy = with_references(policy, content)
-    megatron = policy.get("megatron_cfg") or {}
+    megatron = section(policy, "megatron_cfg")
     if not megatron.get("enabled"):
         raise ScheduleError(
             f"{path} trains without Megatron: policy.megatron_cfg.enabled is not true"
@@ -63,36 +63,35 @@ def _command_of_nemo_rl(
     elif model.get("recompute_granularity", "full") == "full":
         model |= {"recompute_granularity": "full", "recompute_method": "uniform"}
         model |= {"recompute_num_layers": 1, "recompute_modules": None}
-    quantization, peft = (megatron.get(name) or {} for name in ("fp8_cfg", "peft"))
+    quantization, peft = (section(megatron, name) for name in ("fp8_cfg", "peft"))
     if quantization.get("enabled"):
         model |= {name: value for name, value in quantization.items() if name.startswith("fp8")}
-    model |= megatron.get("model_overrides") or {}
+    model |= section(megatron, "model_overrides")
     model |= {
         "seq_length": policy.get("max_total_sequence_length"),
         "mtp_num_layers": model.get("mtp_num_layers") or None,
         "bf16": policy.get("precision") == "bfloat16",
     }
     sequences = 2 if content.keys() & {"dpo", "rm"} else 1  # of a sample: chosen and rejected
-    batches: dict[str, Any] = {
-        name: policy[f"train_{name}"] * sequences
+    batches = {
+        name: number(policy, f"train_{name}") * sequences or None
         for name in ("global_batch_size", "micro_batch_size")
-        if policy.get(f"train_{name}")
     }
     config = {
         "model": model,
-        "ddp": megatron.get("distributed_data_parallel_config"),
-        "optimizer": megatron.get("optimizer"),
+        "ddp": section(megatron, "distributed_data_parallel_config"),
+        "optimizer": section(megatron, "optimizer"),
         "train": batches,
     }
-    colocated = (policy.get("generation") or {}).get("colocated") or {}
-    rollout = {} if colocated.get("enabled", True) else colocated.get("resources") or {}
-    nodes = (cluster.get("num_nodes") or 1) - (rollout.get("num_nodes") or 0)
-    rollout_gpus = 0 if rollout.get("num_nodes") else rollout.get("gpus_per_node") or 0
-    gpus = (cluster.get("gpus_per_node") or 0) - rollout_gpus
+    colocated = section(section(policy, "generation"), "colocated")
+    rollout = {} if colocated.get("enabled", True) else section(colocated, "resources")
+    nodes = number(cluster, "num_nodes", 1) - number(rollout, "num_nodes")
+    rollout_gpus = 0 if rollout.get("num_nodes") else number(rollout, "gpus_per_node")
+    gpus = number(cluster, "gpus_per_node") - rollout_gpus
     return Command(
         "pretrain_gpt.py",
         tuple(flags_of_config(config, extra_flags)),
-        {name: str(value) for name, value in (megatron.get("env_vars") or {}).items()},
+        {name: str(value) for name, value in section(megatron, "env_vars").items()},
         {NODES: str(nodes), PROCESSES: str(gpus)},
         str(policy.get("model_name") or ""),
         lora=lora_of_config(peft if peft.get("enabled") else None),
@@ -121,37 +120,37 @@ def _command_of_roll(
 ) -> Command:
     """Read the training of the actor, or of the model, in a pipeline of ROLL."""
     content = with_references(content, content)
-    worker = content[worker_name]
+    worker = section(content, worker_name)
     strategy, model, training = (
-        worker.get(name) or {} for name in ("strategy_args", "model_args", "training_args")
+        section(worker, name) for name in ("strategy_args", "model_args", "training_args")
     )
     if strategy.get("strategy_name") != "megatron_train":
         raise ScheduleError(
             f"{path} trains without Megatron: {worker_name}.strategy_args.strategy_name is not "
             "megatron_train"
         )
-    settings = _ROLL_DEFAULTS | (strategy.get("strategy_config") or {})
+    settings = _ROLL_DEFAULTS | section(strategy, "strategy_config")
     if settings.get("recompute_granularity") == "full":
         settings = {"recompute_method": "uniform", "recompute_num_layers": 1} | settings
     if settings.pop("moe_layer_recompute", False):
         settings |= {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
     if isinstance(modules := settings.get("recompute_modules"), str):
         settings["recompute_modules"] = modules.replace(" ", "").split(",")
-    lengths = (content.get(name) or 0 for name in ("prompt_length", "response_length"))
+    lengths = (number(content, name) for name in ("prompt_length", "response_length"))
     settings |= {
-        "seq_length": content.get("sequence_length") or sum(lengths),
+        "seq_length": number(content, "sequence_length", sum(lengths)),
         "bf16": model.get("dtype", "bf16") == "bf16",
     }
     ranges = re.findall(r"range\((\d+), *(\d+)\)", str(worker.get("device_mapping")))
     gpus = sum(int(end) - int(start) for start, end in ranges)
     sequences = 2 if "chosen_key" in content else 1  # of a sample
-    microbatch = (training.get("per_device_train_batch_size") or 1) * sequences
-    samples = microbatch * (training.get("gradient_accumulation_steps") or 1)
-    batches: dict[str, Any] = {
+    microbatch = number(training, "per_device_train_batch_size", 1) * sequences
+    samples = microbatch * number(training, "gradient_accumulation_steps", 1)
+    batches = {
         "micro_batch_size": microbatch,
         "global_batch_size": samples * _replicas(settings, gpus),
     }
-    rank, targets = model.get("lora_rank"), str(model.get("lora_target") or "all-linear")
+    rank, targets = number(model, "lora_rank"), str(model.get("lora_target") or "all-linear")
     names = dict.fromkeys(_LORA_NAMES.get(name, name) for name in targets.split(","))
     pretrained = content.get("pretrain") or content.get("student_pretrain")
     return Command(
@@ -159,7 +158,7 @@ def _command_of_roll(
         tuple(flags_of_config({"model": settings, "train": batches}, extra_flags)),
         launched={NODES: "1", PROCESSES: str(gpus)},
         model_name=str(model.get("model_name_or_path") or pretrained or ""),
-        lora=LoraConfig(int(rank), tuple(names)) if rank else None,
+        lora=LoraConfig(rank, tuple(names)) if rank else None,
     )
 
 
@@ -169,31 +168,32 @@ def _command_of_rlinf(
     """Read the training of the actor in a configuration of RLinf."""
     content = with_references(content, content)
     actor, algorithm, data, runner, cluster = (
-        content.get(name) or {} for name in ("actor", "algorithm", "data", "runner", "cluster")
+        section(content, name) for name in ("actor", "algorithm", "data", "runner", "cluster")
     )
     if actor["training_backend"] != "megatron":
         raise ScheduleError(
             f"{path} trains without Megatron: actor.training_backend is {actor['training_backend']}"
         )
-    model, optimizer = (actor.get(name) or {} for name in ("model", "optim"))
-    rollout = (content.get("rollout") or {}).get("model") or {}
+    model, optimizer = (section(actor, name) for name in ("model", "optim"))
+    rollout = section(section(content, "rollout"), "model")
     settings = {name: value for name, value in model.items() if name not in _RLINF_NAMES}
     settings |= {
-        "seq_length": model.get("seq_length") or runner.get("seq_length"),
+        "seq_length": number(model, "seq_length", number(runner, "seq_length")),
         "moe_grouped_gemm": bool(model.get("moe_grouped_gemm")),
         "bf16": model.get("precision") == "bf16",
         "fp16": model.get("precision") == "fp16",
     }
-    samples = (data.get("rollout_batch_size") or 1) * (algorithm.get("group_size") or 1)
-    samples //= algorithm.get("n_minibatches") or 1
-    batches: dict[str, Any] = {
-        "global_batch_size": actor.get("global_batch_size") or samples,
-        "micro_batch_size": actor.get("micro_batch_size")
-        or algorithm.get("training_batch_size_per_gpu"),
+    samples = number(data, "rollout_batch_size", 1) * number(algorithm, "group_size", 1)
+    samples //= number(algorithm, "n_minibatches", 1)
+    batches = {
+        "global_batch_size": number(actor, "global_batch_size", samples),
+        "micro_batch_size": number(
+            actor, "micro_batch_size", number(algorithm, "training_batch_size_per_gpu", 1)
+        ),
     }
     launched = _rlinf_gpus(cluster)
     if runner.get("enable_dynamic_batch_size"):
-        samples, limit = batches["global_batch_size"], runner.get("max_tokens_per_mbs")
+        samples, limit = batches["global_batch_size"], number(runner, "max_tokens_per_mbs")
         settings, batches = _packed(settings, samples, limit, int(launched[PROCESSES] or 0))
     config = {"model": settings, "ddp": optimizer, "train": batches}
     notes: tuple[str, ...] = (_LONGEST,)
@@ -221,12 +221,12 @@ def _rlinf_gpus(cluster: Mapping[str, Any]) -> dict[str, str]:
     """Return the GPUs of the actor: all nodes, or a range of GPUs as in `actor: 24-63`."""
     placements = {
         role.strip(): str(gpus)
-        for roles, gpus in (cluster.get("component_placement") or {}).items()
+        for roles, gpus in section(cluster, "component_placement").items()
         for role in str(roles).split(",")
     }
     ranges = re.findall(r"(\d+)(?:-(\d+))?", placements.get("actor", ""))
     if not ranges:
-        return {NODES: str(cluster.get("num_nodes") or 1), PROCESSES: ""}
+        return {NODES: str(number(cluster, "num_nodes", 1)), PROCESSES: ""}
     gpus = sum(int(last or first) - int(first) + 1 for first, last in ranges)
     return {NODES: "1", PROCESSES: str(gpus)}
 
@@ -234,28 +234,27 @@ def _rlinf_gpus(cluster: Mapping[str, Any]) -> dict[str, str]:
 def _command_of_mindspeed_rl(content: Mapping[str, Any], extra_flags: Sequence[str]) -> Command:
     """Read the training of the actor in a configuration of MindSpeed-RL: Megatron's arguments."""
     training, actor, rl, generation = (
-        {str(name).replace("-", "_"): value for name, value in (content.get(section) or {}).items()}
-        for section in ("megatron_training", "actor_config", "rl_config", "generate_config")
+        {str(name).replace("-", "_"): value for name, value in section(content, key).items()}
+        for key in ("megatron_training", "actor_config", "rl_config", "generate_config")
     )
     settings = training | actor
-    models = content.get("model") or {}
-    settings = (models.get(settings.pop("model", None)) or {}) | settings
-    gpus = (rl.get("actor_resource") or {}).get("num_npus") or 0
+    models = section(content, "model")
+    settings = section(models, str(settings.pop("model", None))) | settings
+    gpus = number(section(rl, "actor_resource"), "num_npus")
     if settings.get("stage") == "dpo":  # a sample has a chosen and a rejected answer
         settings |= {
-            name: 2 * settings[name]
+            name: 2 * number(settings, name, 1)
             for name in ("global_batch_size", "micro_batch_size")
-            if settings.get(name)
         }
     elif rl:
-        samples = (rl.get("mini_batch_size") or 1) * (rl.get("n_samples_per_prompt") or 1)
-        response = (generation.get("sampling_config") or {}).get("max_tokens") or 0
-        longest = (rl.get("max_prompt_length") or 0) + response
+        samples = number(rl, "mini_batch_size", 1) * number(rl, "n_samples_per_prompt", 1)
+        response = number(section(generation, "sampling_config"), "max_tokens")
+        longest = number(rl, "max_prompt_length") + response
         settings |= {"seq_length": longest, "global_batch_size": samples}
         if rl.get("use_dynamic_bsz"):
-            limit = rl.get("max_packing_token_size")
-            settings, batches = _packed(settings, samples, limit, gpus)
-            settings |= batches
+            limit = number(rl, "max_packing_token_size")
+            settings, sizes = _packed(settings, samples, limit, gpus)
+            settings |= sizes
         settings["max_position_embeddings"] = settings["seq_length"]
     return Command(
         "pretrain_gpt.py",
@@ -266,14 +265,14 @@ def _command_of_mindspeed_rl(content: Mapping[str, Any], extra_flags: Sequence[s
 
 
 def _packed(
-    settings: Mapping[str, Any], samples: int, limit: int | None, gpus: int
+    settings: Mapping[str, Any], samples: int, limit: int, gpus: int
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the settings and batch sizes of samples that are packed to `limit` tokens.
 
     A microbatch becomes one sequence, of at least one sample with the greatest length.
     """
-    length = settings.get("seq_length") or 0
-    tokens = max(limit or 0, length)
+    length = number(settings, "seq_length")
+    tokens = max(limit, length)
     replicas = _replicas(settings, gpus)
     microbatches = ceil(ceil(samples / replicas) * length / tokens) if tokens else samples
     batches = {"micro_batch_size": 1, "global_batch_size": microbatches * replicas}
@@ -283,4 +282,4 @@ def _packed(
 def _replicas(settings: Mapping[str, Any], gpus: int) -> int:
     """Return the number of data-parallel pipelines on so many GPUs, at least 1."""
     sizes = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
-    return gpus // prod(settings.get(f"{size}_size") or 1 for size in sizes) or 1
+    return gpus // prod(number(settings, f"{size}_size", 1) for size in sizes) or 1

@@ -17,12 +17,13 @@ from argparse import Action, ArgumentParser, BooleanOptionalAction
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.rank_job import DEFAULT_TARGETS, LoraConfig
 from megatron_vshape.rehearsal.sources import importable_megatron
+from megatron_vshape.rehearsal.yaml_files import number, section
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ def flags_of_config(config: Mapping[str, Any], extra_flags: Iterable[str] = ()) 
             precision recipe, or lacks its pipeline layout.
     """
     sections = _sections(config)
-    parser = _Arguments()
+    parser = _arguments()
     flags: list[str] = []
     lost: list[str] = []
     assigned: set[str] = set()
@@ -153,8 +154,8 @@ def flags_of_config(config: Mapping[str, Any], extra_flags: Iterable[str] = ()) 
     for dest, value in ruled.items():
         assigned.add(dest)
         flags += parser.words(dest, value) or []
-    for section in _SECTIONS:
-        for name, value in sections[section].items():
+    for title in _SECTIONS:
+        for name, value in sections[title].items():
             if name in _BY_RULE or name in _WITHOUT_EFFECT or name.startswith(("_", "inference_")):
                 continue
             dest = parser.dest_of(name)
@@ -163,7 +164,7 @@ def flags_of_config(config: Mapping[str, Any], extra_flags: Iterable[str] = ()) 
                 assigned.add(dest)
             if words is not None:
                 flags += words
-            elif not parser.is_default(section, name, value):
+            elif not parser.is_default(title, name, value):
                 lost.append(name)
     if lost:
         logger.warning("not said by a flag of Megatron, and left out: %s", ", ".join(lost))
@@ -188,7 +189,7 @@ def lora_of_config(peft: Any) -> LoraConfig | None:
     # Bridge: an empty list of targets means all linear layers, no list its four default ones.
     targets = fields.get("target_modules", DEFAULT_TARGETS) or ("all-linear",)
     per_expert = fields.get("share_expert_adapters") is False
-    return LoraConfig(int(fields.get("dim") or _LORA_DIM), tuple(targets), per_expert)
+    return LoraConfig(number(fields, "dim", _LORA_DIM), tuple(targets), per_expert)
 
 
 _LORA_DIM = 32
@@ -197,7 +198,7 @@ _LORA_DIM = 32
 
 def flags_of_arguments(values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Return the flags for values of Megatron's arguments, and the names that have no flag."""
-    parser = _Arguments()
+    parser = _arguments()
     words = {name: parser.words(name, value) for name, value in values.items()}
     flags = [word for flag in words.values() for word in flag or ()]
     return flags, [name for name, flag in words.items() if flag is None]
@@ -206,23 +207,23 @@ def flags_of_arguments(values: Mapping[str, Any]) -> tuple[list[str], list[str]]
 def _sections(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the sections, including settings that Bridge adds when a run starts."""
     sections = {
-        name: {key: _plain(value) for key, value in (config.get(name) or {}).items()}
+        name: {key: _plain(value) for key, value in section(config, name).items()}
         for name in (*_SECTIONS, "tokenizer", "dataset")
     }
-    inner = (config.get("model") or {}).get("transformer")
+    inner = section(config, "model").get("transformer")
     if isinstance(inner, dict):  # a builder's configuration contains that of Megatron
         sections["model"] = {key: _plain(value) for key, value in inner.items()} | sections["model"]
         del sections["model"]["transformer"]
-    precision = config.get("mixed_precision")
-    if isinstance(precision, str):
-        precision = _precision(precision)
+    named = config.get("mixed_precision")
+    precision = _precision(named) if isinstance(named, str) else section(config, "mixed_precision")
+    if isinstance(named, str):
         for key in precision:
             sections["ddp" if key.startswith("grad_") else "model"].setdefault(key, None)
-    for settings in (config.get("comm_overlap"), precision):
-        for key, value in (settings or {}).items():
-            for section in ("model", "optimizer", "ddp"):
-                if key in sections[section] and value is not None:
-                    sections[section][key] = _plain(value)
+    for settings in (section(config, "comm_overlap"), precision):
+        for key, value in settings.items():
+            for name in ("model", "optimizer", "ddp"):
+                if key in sections[name] and value is not None:
+                    sections[name][key] = _plain(value)
     _remove_encoder(sections["model"])
     return sections
 
@@ -270,23 +271,23 @@ def _by_rule(sections: Mapping[str, Mapping[str, Any]], lost: list[str]) -> dict
     model = sections["model"]
     heads, groups = model.get("num_attention_heads"), model.get("num_query_groups")
     grouped = groups not in (None, heads) and not model.get("multi_latent_attention")
-    length = model.get("seq_length")
+    length = number(model, "seq_length") or None
     reduced_in_fp32 = sections["ddp"].get("grad_reduce_in_fp32")
     fusion = model.get("cross_entropy_fusion_impl")
     if fusion == "te" and model.get("cross_entropy_loss_fusion"):
         fusion = "native"  # Megatron's parser rejects "te" here
         lost.append("cross_entropy_fusion_impl")
     group = model.get("microbatch_group_size_per_vp_stage")
-    ffn = model.get("ffn_hidden_size") or 4 * (model.get("hidden_size") or 0)
+    ffn = model.get("ffn_hidden_size") or 4 * number(model, "hidden_size")
     experts_tensor = model.get("expert_tensor_parallel_size")
-    if experts_tensor is None and (model.get("expert_model_parallel_size") or 1) > 1:
+    if experts_tensor is None and number(model, "expert_model_parallel_size", 1) > 1:
         experts_tensor = 1  # Bridge's default; Megatron's is the tensor-parallel size
     return {
         "ffn_hidden_size": ffn or None,
         "expert_tensor_parallel_size": experts_tensor,
         "seq_length": length,
         "max_position_embeddings": (
-            max(length or 0, model.get("max_position_embeddings") or 0) or None
+            max(length or 0, number(model, "max_position_embeddings")) or None
         ),
         "untie_embeddings_and_output_weights": (
             model.get("share_embeddings_and_output_weights") is False
@@ -332,24 +333,24 @@ def _layout_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of the activation, of the pipeline layout and of the vocabulary size."""
     model = sections["model"]
-    raw = {**(config["model"].get("transformer") or {}), **config["model"]}
+    raw = {**section(config["model"], "transformer"), **config["model"]}
     function = raw.get("activation_func")
     target = function.get("_target_", "") if isinstance(function, dict) else str(function or "")
     layout = _layout(raw.get("pipeline_model_parallel_layout"), extra_flags)
     chunks = model.get("virtual_pipeline_model_parallel_size")
     by_pattern = model.get("hybrid_layer_pattern") or model.get("hybrid_override_pattern")
     virtual_stages = None if layout or by_pattern or LAYOUT in extra_flags else chunks
-    size, pads = model.get("vocab_size"), bool(model.get("should_pad_vocab"))
-    if size is None:
-        size, pads = sections["tokenizer"].get("vocab_size"), True
-    if size and pads:
-        tensor = model.get("tensor_model_parallel_size") or 1
-        step = (model.get("make_vocab_size_divisible_by") or 128) * tensor
+    size, pads = number(model, "vocab_size"), bool(model.get("should_pad_vocab"))
+    if not size:
+        size, pads = number(sections["tokenizer"], "vocab_size"), True
+    if pads:
+        tensor = number(model, "tensor_model_parallel_size", 1)
+        step = number(model, "make_vocab_size_divisible_by", 128) * tensor
         size = -(-size // step) * step
     return _activation(model, target.rpartition(".")[2]) | {
         "pipeline_model_parallel_layout": layout,
         "num_virtual_stages_per_pipeline_rank": None if virtual_stages == 1 else virtual_stages,
-        "padded_vocab_size": size,
+        "padded_vocab_size": size or None,
         "tokenizer_type": None if size else sections["tokenizer"].get("tokenizer_type"),
     }
 
@@ -374,6 +375,11 @@ def _layout(layout: Any, extra_flags: Iterable[str]) -> str | None:
         "".join(_LAYERS.get(str(_plain(layer)).lower(), str(layer)) for layer in stage)
         for stage in stages
     )
+
+
+@cache
+def _arguments() -> _Arguments:
+    return _Arguments()
 
 
 class _Arguments:

@@ -61,6 +61,32 @@ def _section(name: str) -> str:
     return "" if name in ("_here_", "_global_") else name
 
 
+def section(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a section of a configuration, empty if it is missing or null.
+
+    Raises:
+        ScheduleError: It has no settings.
+    """
+    value = content.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ScheduleError(f"{name}: {value!r:.40} is no section with settings: correct the file")
+    return value or {}
+
+
+def number(content: Mapping[str, Any], name: str, default: int = 0) -> int:
+    """Return a whole number of a configuration, the default if it is missing, null or zero.
+
+    Raises:
+        ScheduleError: The value is another one.
+    """
+    value = content.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ScheduleError(f"{name}: {value!r:.40} is not a positive number: correct the file")
+    return value or default
+
+
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the base with the overrides, section by section."""
     merged = dict(base)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +18,7 @@ from megatron_vshape.rehearsal.start_rules import check_model
 from megatron_vshape.tuning.model_names import find_model
 
 pytest.importorskip("megatron.training.arguments")
-pytest.importorskip("yaml")
+yaml = pytest.importorskip("yaml")
 
 MODEL = ("--num-layers", "32", "--hidden-size", "4096", "--num-attention-heads", "32")
 
@@ -536,6 +539,40 @@ def test_mindspeed_rl_has_a_file_for_its_model(tmp_path: Path) -> None:
     assert launched_gpus(command) == (16, "")
     command = read_command([str(written(tmp_path, "dpo.yaml", text.format(stage="dpo")))])
     assert tuple(command.number(name, 0) for name in names) == (512, 2, 64)
+
+
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the keys of each setting and section."""
+    entries: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict | list):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, entry in entries:
+        yield (*path, key)
+        yield from _paths(entry, (*path, key))
+
+
+SAMPLES = {
+    "NeMo-RL": NEMO_RL_BASE.replace("enabled: false", "enabled: true"),
+    "ROLL": ROLL.replace("defaults: [../shared/envs@_here_, _self_]\n", ""),
+    "Nemotron": NEMOTRON.format(precision="bf16_mixed") + "  pipeline_model_parallel_size: 2\n",
+    "RLinf": RLINF.format(gpus="0-7", packs="true", backend="megatron"),
+    "MindSpeed-RL": MINDSPEED_RL.format(stage="grpo").replace("  - model: [small]", "  - small")
+    + MINDSPEED_RL_BATCHES,
+}
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_a_value_of_another_type_is_rejected_or_read(tmp_path: Path, sample: str) -> None:
+    written(tmp_path, "small.yaml", "model: {small: {num_layers: 8, hidden_size: 64}}\n")
+    for path in _paths(yaml.safe_load(SAMPLES[sample])):
+        for value in ("abc", [1], {"a": 1}, None, -3):
+            content = yaml.safe_load(SAMPLES[sample])
+            section = content
+            for key in path[:-1]:
+                section = section[key]
+            section[path[-1]] = value
+            with suppress(ScheduleError):
+                read_command([str(written(tmp_path, "changed.yaml", yaml.safe_dump(content)))])
 
 
 NEOX = {"pipe-parallel-size": 4, "model-parallel-size": 2, "num-layers": 44, "hidden-size": 6144}

@@ -13,6 +13,7 @@ import pytest
 from rehearsal.warm import Warm
 
 from megatron_vshape.core.model.kinds import ScheduleError
+from megatron_vshape.rehearsal import saved_config
 from megatron_vshape.rehearsal.command_reader import read_command
 from megatron_vshape.rehearsal.rank_job import DEFAULT_TARGETS, LoraConfig
 
@@ -266,6 +267,7 @@ def test_the_adapters_of_a_configuration(tmp_path: Path) -> None:
 
 def test_missing_megatron_arguments_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron.training.arguments", None)
+    saved_config._arguments.cache_clear()
     with pytest.raises(ScheduleError, match="read with Megatron's own arguments, which are not"):
         read_command([str(SAVED / "dense.yaml")])
 
