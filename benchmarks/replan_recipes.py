@@ -82,7 +82,7 @@ def main() -> None:
         return
     answered = json.loads(OUT.read_text()) if OUT.is_file() else {}
     for name, row in chosen(json.loads(options.recipes.read_text())["rows"]).items():
-        if "predicted" in answered.get(name, {}):  # after the correction that the page names
+        if "predicted" in answered.get(name, {}):
             continue
         answered[name] = {"recipe": row["recipe"], **ask(row, options.megatron, options.te)}
         print(name, answered[name].get("error", "answered"), flush=True)
@@ -190,9 +190,6 @@ DeepEP is counted as HybridEP. Stock schedules can have a pipeline layout with u
 some recipes do; a layout that is returned by a function of the recipe is assumed to be balanced.
 {checks}
 
-The step times are those of rates before their last fit. Two recipes predicted with today's, of
-DeepSeek-V3 on B200 and B300, are 3% slower; their gains differ by at most 0.6 percentage points.
-
 `python benchmarks/replan_recipes.py RECIPES.json --megatron DIR --te DIR` predicts them; without
 arguments, it prints this page.
 """
@@ -206,8 +203,8 @@ Gains of more than {within:g}% over stock, with one or two sizes halved or doubl
 
 * Kimi K2 on B200 and B300, 9% and 8%: against stock with the same EP 8, in one node. No run with
   these sizes is published.
-* DeepSeek V3 on B300, GB200 and GB300, 7%, 10% and 15%, and Kimi K2 on GB200, 15%, with two
-  sequences per microbatch: not confirmed.
+* DeepSeek V3 on GB200 and GB300, 11% and 17%, and Kimi K2 on GB200, 16%, with two sequences per
+  microbatch: not confirmed.
 
 The other gains over today need no package: stock Megatron reaches them with two sequences per
 microbatch (GPT OSS, Qwen3 235B), another EP, no recomputation or more chunks per rank.
