@@ -20,6 +20,7 @@ from megatron_vshape.rehearsal.command import (
     flags_of,
     split_words,
 )
+from megatron_vshape.rehearsal.deepspeed_scripts import with_deepspeed_flags
 from megatron_vshape.rehearsal.dry_run_flags import FILES, variables_of_step
 from megatron_vshape.rehearsal.framework_files import (
     check_format,
@@ -93,7 +94,8 @@ def read_command(words: Sequence[str]) -> Command:
     else:
         command = replace(command, flags=tuple(words))
     _reject_other_models(command)
-    command = _with_present_names(with_translated_flags(_without_unknown(command)))
+    command = _without_unknown(with_deepspeed_flags(command))
+    command = _with_present_names(with_translated_flags(command))
     command = with_slime_settings(command)
     if not scripts and command.pattern and command.script == "pretrain_gpt.py":
         return replace(command, script="pretrain_hybrid.py")
