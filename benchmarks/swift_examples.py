@@ -181,13 +181,12 @@ def read_example(name: str, script: Path, figures: Figures) -> Example:
     if violations := violations_of(command, sizes):
         raise ScheduleError(". ".join(map(str, violations)))
     has_encoder = _ENCODER.search(find_model(command.model_name).read_text())
-    is_referring = re.search(r"--rlhf_type (dpo|kto)", text)
-    omitted = ["image encoder"] * bool(has_encoder) + ["reference model"] * bool(is_referring)
+    omitted = "image encoder" if has_encoder else ""
     named = _GPU.search(text)
     is_large = command.has("--fp8-format") or figures.gib * 2**30 > GPUS[DEFAULT_GPU].memory_bytes
     gpu = DOCUMENTED_GPUS.get(name, LARGE_GPU if is_large else DEFAULT_GPU)
     gpu = named[1].lower() if named else gpu
-    return Example(name, figures, command, sizes, GPUS[gpu], tokens, ", ".join(omitted))
+    return Example(name, figures, command, sizes, GPUS[gpu], tokens, omitted)
 
 
 def with_sample_tokens(command: Command, text: str) -> tuple[Command, str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.layout import hybrid
-from megatron_vshape.rehearsal.rank_job import LoraConfig
+from megatron_vshape.rehearsal.rank_job import LoraConfig, Reference
 
 SCHEDULE = "--pipeline-schedule"
 STAGE_BEFORE_DATA = "--use-tp-pp-dp-mapping"
@@ -41,6 +41,7 @@ class Command:
     model_name: str = ""  # of a framework's configuration, which has no sizes of the model
     notes: tuple[str, ...] = ()  # for the user: omissions and assumptions
     lora: LoraConfig | None = None  # adapters that a framework's command trains
+    reference: Reference | None = None  # of preference training
 
     def value(self, flag: str, default: str | None = None) -> str | None:
         """Return the value of the last occurrence of a flag.

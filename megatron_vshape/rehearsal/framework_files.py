@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.command import NODES, PROCESSES, Command
-from megatron_vshape.rehearsal.rank_job import LoraConfig
+from megatron_vshape.rehearsal.rank_job import LoraConfig, Reference
 from megatron_vshape.rehearsal.rl_files import command_of_rl
 from megatron_vshape.rehearsal.saved_config import (
     flags_of_arguments,
@@ -217,11 +217,12 @@ def command_of_swift(words: Sequence[str]) -> Command | None:
         raise ScheduleError("--freeze_llm true trains no language model")
     if settings.get("task_type", "causal_lm") != "causal_lm":
         raise ScheduleError(f"--task_type {settings['task_type']} trains no language model")
-    if words[start + 1] == "rlhf":
-        logger.warning("models of megatron rlhf other than the trained one are not estimated")
-        if settings.get("rlhf_type", "dpo") in ("dpo", "rm") and not settings.get("packing"):
-            for batch in ("micro_batch_size", "global_batch_size"):
-                settings[batch] *= 2  # a sample has a chosen and a rejected answer
+    kind = settings.get("rlhf_type", "dpo") if words[start + 1] == "rlhf" else ""
+    if kind in ("grpo", "gkd"):
+        logger.warning("the rollout and the teacher of megatron rlhf are not estimated")
+    if kind in ("dpo", "rm") and not settings.get("packing"):
+        for batch in ("micro_batch_size", "global_batch_size"):
+            settings[batch] *= 2  # a sample has a chosen and a rejected answer
     if settings.get("moe_router_dtype") == "none":
         settings["moe_router_dtype"] = None
     lora = _lora_of_swift(settings)
@@ -234,7 +235,19 @@ def command_of_swift(words: Sequence[str]) -> Command | None:
     )
     _warn_of_unknown(name for name in unknown if not name.startswith(_SWIFT_READ))
     name = str(settings.get("model") or "")
-    return Command("pretrain_gpt.py", tuple(flags), environment, launched, name, lora=lora)
+    return Command(
+        "pretrain_gpt.py",
+        tuple(flags),
+        environment,
+        launched,
+        name,
+        lora=lora,
+        reference=_REFERENCES.get(kind),
+    )
+
+
+_REFERENCES = {"dpo": Reference.FORWARD, "kto": Reference.FORWARD, "grpo": Reference.IDLE}
+"""Reference models of ms-swift by the kind of training (rlhf_mixin.py)."""
 
 
 _SWIFT_READ = ("lora_", "tuner_type", "target_modules", "adapters", "model", "freeze_", "config")

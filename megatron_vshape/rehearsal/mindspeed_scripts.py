@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from megatron_vshape.mcore.layout.sizes import layer_pattern
 from megatron_vshape.rehearsal.command import Command, words_by_flag
-from megatron_vshape.rehearsal.rank_job import LoraConfig
+from megatron_vshape.rehearsal.rank_job import LoraConfig, Reference
 
 _FUSED = "--use-fused-rmsnorm", "--use-fused-swiglu", "--use-fused-rotary-pos-emb"
 _TRANSLATED = frozenset(
@@ -31,6 +31,10 @@ def with_translated_flags(command: Command) -> Command:
     if not sources and not any(map(command.has, _FUSED)):
         return command
     changes = {"transformer_impl": None} | _layer_changes(command) | _expert_changes(command)
+    if command.has("--is-pairwise-dataset"):  # a sample has a chosen and a rejected answer
+        changes["micro_batch_size"] = 2 * command.number("--micro-batch-size", 1)
+        changes["global_batch_size"] = 2 * command.number("--global-batch-size", 1)
+    is_dpo = command.value("--stage") == "dpo"
     algorithm = command.value("--context-parallel-algo", "")
     if algorithm in _CONTEXT and command.number("--context-parallel-size", 1) > 1:
         changes["cp_comm_type"] = _CONTEXT[algorithm]
@@ -45,7 +49,12 @@ def with_translated_flags(command: Command) -> Command:
         lora = LoraConfig(command.number("--lora-r", 8), tuple(targets), per_expert=True)
     names = ", ".join(["layers", *sorted(sources)])
     note = f"Estimated with the equivalents of Megatron for MindSpeed-LLM's {names}."
-    command = replace(command, lora=lora, notes=(*command.notes, note))
+    command = replace(
+        command,
+        lora=lora,
+        reference=Reference.FORWARD if is_dpo else None,
+        notes=(*command.notes, note),
+    )
     return command.without(_TRANSLATED.__contains__).having(**changes)
 
 

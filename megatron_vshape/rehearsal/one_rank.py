@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_vshape.mcore.refusals import captures_graphs
-from megatron_vshape.rehearsal import adjustments, exchanges, lora, routing
+from megatron_vshape.rehearsal import adjustments, exchanges, lora, reference_model, routing
 from megatron_vshape.rehearsal.adjustments import training_iterators, wrap
 from megatron_vshape.rehearsal.device import Current, on_host
 from megatron_vshape.rehearsal.graph_pools import GraphPool
@@ -136,6 +136,8 @@ class _Replacements:
             wrap(argparse.ArgumentParser, "parse_args", self._parse)
         if self._job.lora is not None:
             lora.adapt_built_chunks(self._job.lora)
+        if self._job.reference is not None:
+            reference_model.add_to_built_chunks(self._job.reference, self._job.lora is not None)
         wrap(training, "setup_model_and_optimizer", self._setup)
         wrap(training, "train_step", self._train_step)
         wrap(training, "get_num_microbatches", self._num_microbatches)

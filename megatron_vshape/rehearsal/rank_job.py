@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 
 from megatron_vshape.rehearsal.gpus import Gpu
 
@@ -19,6 +20,13 @@ class LoraConfig:
     rank: int
     targets: tuple[str, ...] = ()  # names or patterns of linear layers; none: DEFAULT_TARGETS
     per_expert: bool = False  # one adapter per expert; otherwise local experts share one
+
+
+class Reference(StrEnum):
+    """A frozen copy of the trained model, for preference training."""
+
+    FORWARD = "forward"  # it runs forward before each forward of the trained model
+    IDLE = "idle"  # it runs outside of the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,7 @@ class RankJob:
     name: str = ""  # of the result
     imbalance: float = 1.0  # tokens of this rank's experts relative to the mean
     lora: LoraConfig | None = None
+    reference: Reference | None = None
     batch_microbatches: int = 0  # of the batch, if the flags have a smaller one; 0: theirs
     checks_only: bool = False  # stop before the first pass: only the start-up checks run
     traces_all: bool = False  # trace microbatches that repeat earlier ones, too
@@ -52,4 +61,6 @@ class RankJob:
         plain["gpu"] = Gpu.from_json(plain["gpu"])
         if plain["lora"] is not None:
             plain["lora"] = LoraConfig(**plain["lora"])
+        if plain["reference"] is not None:
+            plain["reference"] = Reference(plain["reference"])
         return cls(**plain)

@@ -20,7 +20,7 @@ from megatron_vshape.rehearsal import sources
 from megatron_vshape.rehearsal.command import SCHEDULE, Command, Sizes
 from megatron_vshape.rehearsal.dry_run_flags import environment_of, evaluation_of, without_files
 from megatron_vshape.rehearsal.gpus import Gpu
-from megatron_vshape.rehearsal.rank_job import LoraConfig, RankJob
+from megatron_vshape.rehearsal.rank_job import LoraConfig, RankJob, Reference
 from megatron_vshape.rehearsal.rank_report import CheckedRank, FailedRank, RankReport, ending
 from megatron_vshape.rehearsal.sources import MissingSourceError, PythonSource
 
@@ -48,6 +48,7 @@ class DryRunConfig:
     imbalance: float = 1.0  # tokens of a rank's experts relative to the mean
     strict: bool = False  # reject flags that Megatron's parser does not have
     lora: LoraConfig | None = None
+    reference: Reference | None = None
 
     @classmethod
     def of(
@@ -72,7 +73,7 @@ class DryRunConfig:
             te = sources.find_te(te)
         programs = Programs(megatron, te, jobs or os.cpu_count() or 1)
         script = sources.find_script(command.script, megatron)
-        return cls(programs, script, gpu, vocabulary, imbalance, strict, lora)
+        return cls(programs, script, gpu, vocabulary, imbalance, strict, lora, command.reference)
 
     def flags(self, command: Command) -> list[str]:
         """Return the command's flags without those that read files."""
@@ -106,6 +107,7 @@ class DryRunConfig:
             name=name,
             imbalance=self.imbalance,
             lora=self.lora,
+            reference=self.reference,
             batch_microbatches=many,
             checks_only=check,
             strict=self.strict,

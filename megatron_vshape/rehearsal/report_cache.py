@@ -36,6 +36,7 @@ def key_of(command: Command, sizes: Sizes, config: DryRunConfig, stamp: str) -> 
         config.gpu.multiprocessors,
         config.imbalance,
         config.lora and asdict(config.lora),
+        config.reference,
         environment_of(command),
         str(config.script),
     )

@@ -241,12 +241,7 @@ def _command_of_mindspeed_rl(content: Mapping[str, Any], extra_flags: Sequence[s
     models = section(content, "model")
     settings = section(models, str(settings.pop("model", None))) | settings
     gpus = number(section(rl, "actor_resource"), "num_npus")
-    if settings.get("stage") == "dpo":  # a sample has a chosen and a rejected answer
-        settings |= {
-            name: 2 * number(settings, name, 1)
-            for name in ("global_batch_size", "micro_batch_size")
-        }
-    elif rl:
+    if rl:
         samples = number(rl, "mini_batch_size", 1) * number(rl, "n_samples_per_prompt", 1)
         response = number(section(generation, "sampling_config"), "max_tokens")
         longest = number(rl, "max_prompt_length") + response

@@ -21,7 +21,7 @@ from megatron_vshape.rehearsal.memory_parts import (
     part_of,
     parts_of,
 )
-from megatron_vshape.rehearsal.rank_job import RankJob
+from megatron_vshape.rehearsal.rank_job import RankJob, Reference
 from megatron_vshape.rehearsal.rank_report import (
     MemoryReport,
     ModelReport,
@@ -124,13 +124,13 @@ def report_of_trace(
         _sizes(job, model),
         communicators,
         memory,
-        _model_report(model),
+        _model_report(model, job.reference),
         step,
         provenance,
     )
 
 
-def _model_report(model: BuiltModel) -> ModelReport:
+def _model_report(model: BuiltModel, reference: Reference | None) -> ModelReport:
     chunks = model.chunks
     parameters = [sum(weight.numel() for weight in chunk.parameters()) for chunk in chunks]
     return ModelReport(
@@ -138,7 +138,7 @@ def _model_report(model: BuiltModel) -> ModelReport:
         chunk_parameters=parameters,
         chunk_layers=[_layers(chunk) for chunk in chunks],
         chunk_dummy_bytes=[_dummy_bytes(chunk) for chunk in chunks],
-        message_bytes=_message_bytes(model.args),
+        message_bytes=_message_bytes(model.args) * (1 + (reference is Reference.FORWARD)),
         shards_optimizer=bool(model.args.use_distributed_optimizer),
     )
 

@@ -13,7 +13,7 @@ import pytest
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.command import Command, launched_gpus
 from megatron_vshape.rehearsal.command_reader import read_command
-from megatron_vshape.rehearsal.rank_job import LoraConfig
+from megatron_vshape.rehearsal.rank_job import LoraConfig, Reference
 from megatron_vshape.rehearsal.start_rules import check_model
 from megatron_vshape.tuning.model_names import find_model
 
@@ -354,13 +354,22 @@ def test_adapters_of_ms_swift(flags: str, lora: LoraConfig | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "sequences"),
-    [("", 2), ("--rlhf_type rm", 2), ("--rlhf_type grpo", 1), ("--packing true", 1)],
+    ("flags", "sequences", "reference"),
+    [
+        ("", 2, Reference.FORWARD),
+        ("--rlhf_type rm", 2, None),
+        ("--rlhf_type grpo", 1, Reference.IDLE),
+        ("--rlhf_type kto", 1, Reference.FORWARD),
+        ("--packing true", 1, Reference.FORWARD),
+    ],
 )
-def test_a_sample_of_preferences_has_two_answers(flags: str, sequences: int) -> None:
+def test_a_sample_of_preferences_has_two_answers(
+    flags: str, sequences: int, reference: Reference | None
+) -> None:
     command = read_command(["megatron", "rlhf", "--model", "example/Model-7B", *flags.split()])
     assert command.number("--micro-batch-size", 1) == sequences
     assert command.number("--global-batch-size", 1) == 16 * sequences
+    assert command.reference is reference
 
 
 @pytest.mark.parametrize(("flags", "dtype"), [("", "fp32"), ("--moe_router_dtype none", None)])
@@ -514,7 +523,9 @@ def test_all_gpus_of_rlinf_are_unknown_and_fsdp_is_rejected(tmp_path: Path) -> N
 MINDSPEED_RL = """
 defaults:
   - model: [small]
-megatron_training: {{model: small, stage: {stage}, bf16: true, global_batch_size: 32, min-lr: 0}}
+megatron_training:
+  {{model: small, stage: {stage}, bf16: true, global_batch_size: 32, min-lr: 0,
+   use_fused_swiglu: true, is_pairwise_dataset: {pairs}}}
 actor_config: {{micro_batch_size: 1, tensor_model_parallel_size: 2, num_layer_list: "15,17"}}
 """
 MINDSPEED_RL_BATCHES = """
@@ -531,14 +542,17 @@ def test_mindspeed_rl_has_a_file_for_its_model(tmp_path: Path) -> None:
     sizes = "pipeline_model_parallel_size: 2"
     text = MINDSPEED_RL.replace('"15,17"', f'"15,17", {sizes}')
     names = ("--seq-length", "--micro-batch-size", "--global-batch-size")
-    text_of_rl = text.format(stage="ray_grpo") + MINDSPEED_RL_BATCHES
+    text_of_rl = text.format(stage="ray_grpo", pairs="false") + MINDSPEED_RL_BATCHES
     command = read_command([str(written(tmp_path, "grpo.yaml", text_of_rl))])
     assert tuple(command.number(name, 0) for name in names) == (8192, 1, 128)
     assert command.layers == 32
     assert command.value("--pipeline-model-parallel-layout") == f"E{15 * 't'}|{17 * 't'}L"
     assert launched_gpus(command) == (16, "")
-    command = read_command([str(written(tmp_path, "dpo.yaml", text.format(stage="dpo")))])
+    command = read_command(
+        [str(written(tmp_path, "dpo.yaml", text.format(stage="dpo", pairs="true")))]
+    )
     assert tuple(command.number(name, 0) for name in names) == (512, 2, 64)
+    assert command.reference is Reference.FORWARD
 
 
 def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -556,7 +570,9 @@ SAMPLES = {
     "ROLL": ROLL.replace("defaults: [../shared/envs@_here_, _self_]\n", ""),
     "Nemotron": NEMOTRON.format(precision="bf16_mixed") + "  pipeline_model_parallel_size: 2\n",
     "RLinf": RLINF.format(gpus="0-7", packs="true", backend="megatron"),
-    "MindSpeed-RL": MINDSPEED_RL.format(stage="grpo").replace("  - model: [small]", "  - small")
+    "MindSpeed-RL": MINDSPEED_RL.format(stage="grpo", pairs="false").replace(
+        "  - model: [small]", "  - small"
+    )
     + MINDSPEED_RL_BATCHES,
 }
 
