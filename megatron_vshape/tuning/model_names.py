@@ -25,6 +25,7 @@ _EQUAL_SIZES = {
     "llama38b": "llama_3_1_8b",
     "llama370b": "llama_3_1_70b",
     "llama3370b": "llama_3_1_70b",
+    "qwen25omni7b": "qwen2_5_vl_7b",
     "qwen27b": "qwen2_5_7b",
     "qwen3600m": "qwen3_0_6b",
     "qwen3635ba3b": "qwen3_5_35b_a3b",

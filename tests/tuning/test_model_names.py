@@ -24,6 +24,9 @@ MODELS = Path(__file__).parents[2] / "configs" / "models"
 PUBLISHED = {
     "deepseek_llm_7b": (6.9, 6.9, 2),
     "deepseek_r1_distill_qwen_1_5b": (1.78, 1.78, 2),
+    "llama_2_7b": (6.74, 6.74, 2),
+    "llama_2_13b": (13.02, 13.02, 2),
+    "llama_2_70b": (68.98, 68.98, 2),
     "deepseek_v2_lite": (15.7, 2.4, 1),
     "deepseek_v3": (671, 37, 1),
     "glm_4_5": (355, 32, 0),  # its report excludes both embeddings from active parameters
@@ -137,6 +140,8 @@ def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", "qwen2_5_32b"),
         ("Qwen/Qwen2.5-Coder-7B-Instruct", "qwen2_5_7b"),
         ("Qwen/Qwen2.5-Math-1.5B", "qwen2_5_1_5b"),
+        ("Qwen/Qwen2.5-Omni-7B", "qwen2_5_vl_7b"),
+        ("meta-llama/Llama-2-70b-hf", "llama_2_70b"),
         ("output/Qwen3-8B/v0-20260701/checkpoint-100-merged", "qwen3_8b"),
         (str(MODELS / "qwen3_8b.yaml"), "qwen3_8b"),
     ],
