@@ -246,7 +246,7 @@ def _maturity() -> str:
     from megatron_vshape.mcore.setup.features import Maturity, maturities
 
     names = {
-        maturity: [title for title, _, reached in maturities() if reached == maturity]
+        maturity: [title for title, _, level in maturities() if level == maturity]
         for maturity in Maturity
     }
     rows = [(str(maturity), ", ".join(titles)) for maturity, titles in names.items()]

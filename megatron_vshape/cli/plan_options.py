@@ -87,8 +87,10 @@ def request_of(options: argparse.Namespace, costs: Costs, measured: Costs | None
     if options.format:
         # torchtitan and NeMo Automodel derive the stages of a rank from a schedule name.
         placements = request.searched_placements()
-        named = tuple(shape for shape in placements if find_torch_name(shape, options.devices))
-        request = replace(request, placements=named)
+        torch_placements = tuple(
+            shape for shape in placements if find_torch_name(shape, options.devices)
+        )
+        request = replace(request, placements=torch_placements)
     return replace(request, moved_limit=_in_host(options, request))
 
 

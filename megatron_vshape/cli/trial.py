@@ -125,13 +125,13 @@ def _versions() -> dict[str, str]:
     ports = Path("/sys/class/infiniband").glob("*/ports/*/rate")
     rates = Counter(port.read_text().strip() for port in ports)
     network = ", ".join(f"{number} x {rate}" for rate, number in rates.items())
-    named = [
+    option_names = [
         ("megatron-vshape", __version__),
         *versions,
         ("GPU link", "".join(links)),
         ("network", network),
     ]
-    return {name: text.partition(": ")[0] for name, text in named if text}
+    return {name: text.partition(": ")[0] for name, text in option_names if text}
 
 
 def _output_of(*command: str) -> str:

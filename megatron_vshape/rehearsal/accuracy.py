@@ -37,7 +37,7 @@ def case_of(has_experts: bool, experts_ranks: int, span: int, gpu: Gpu) -> str:
 
 def size_of(gpus: int) -> str:
     """Classify a run by its number of GPUs; a key of `LEFT_OUT`."""
-    return next(name for most, name in SIZES.items() if most is None or gpus <= most)
+    return next(name for limit, name in SIZES.items() if limit is None or gpus <= limit)
 
 
 def errors_of(name: str) -> Errors:

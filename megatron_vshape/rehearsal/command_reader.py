@@ -253,8 +253,8 @@ def _unknown_values(names: Collection[str]) -> str:
     if parameters:
         last = max(parameters)
         words = "the word $1" if last == 1 else f"the words $1 to ${last}"
-        others = ", which may set the others" if variables else ""
-        fixes.append(f"add {words} after the script's name{others}")
+        consequence = ", which may set the others" if variables else ""
+        fixes.append(f"add {words} after the script's name{consequence}")
     elif variables:
         fixes.append(f"set them, as in {variables[0][1:]}=... megatron-vshape ...")
     if len(parameters) + len(variables) < len(names):

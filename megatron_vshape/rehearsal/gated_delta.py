@@ -135,12 +135,12 @@ class _CausalConvolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        again = torch.empty(x.shape, dtype=x.dtype, device="cuda")
-        count_kernel(x, again)
+        recomputed = torch.empty(x.shape, dtype=x.dtype, device="cuda")
+        count_kernel(x, recomputed)
         dx = torch.empty_like(x)
         parts = x.shape[0] * ceil(x.shape[1] / _CHUNK)
         by_part = torch.empty((parts, *weight.shape), dtype=torch.float32, device="cuda")
-        count_kernel(x, again, grad, dx, by_part, by_part)
+        count_kernel(x, recomputed, grad, dx, by_part, by_part)
         return dx, torch.empty_like(weight)
 
 

@@ -73,10 +73,10 @@ def add_adapters(chunk: Any, config: LoraConfig) -> Any:
     # A stage of a hybrid model may lack the layers of another, and a model the default targets.
     is_partial = not config.targets or hasattr(chunk, "hybrid_layer_pattern")
     if linears and unmatched and not (is_partial and len(unmatched) < len(names_by_target)):
-        known = sorted({name.rpartition(".")[2] for name in linears})
+        known_names = sorted({name.rpartition(".")[2] for name in linears})
         raise RefusedError(
             f"--lora-targets {','.join(unmatched)} matches no linear layer of this model: use "
-            f"names among {', '.join(known)}, or all-linear"
+            f"names among {', '.join(known_names)}, or all-linear"
         )
     chunk.requires_grad_(False)
     for name in dict.fromkeys(name for names in names_by_target.values() for name in names):

@@ -77,7 +77,9 @@ def _assign(statement: ast.stmt, names: dict[str, Any]) -> None:
             names[name] = _evaluate(value, names)
 
 
-def _call(function: ast.FunctionDef, names: Mapping[str, Any], *values: Any, **named: Any) -> Any:
+def _call(
+    function: ast.FunctionDef, names: Mapping[str, Any], *values: Any, **keywords: Any
+) -> Any:
     """Call a function of a file that consists of assignments and a `return`."""
     parameters = function.args
     scope = dict(names)
@@ -86,7 +88,7 @@ def _call(function: ast.FunctionDef, names: Mapping[str, Any], *values: Any, **n
     for parameter, default in (*optional, *zip(parameters.kwonlyargs, parameters.kw_defaults)):  # noqa: B905
         scope[parameter.arg] = default and _evaluate(default, names)
     scope |= dict(zip((parameter.arg for parameter in parameters.args), values))  # noqa: B905
-    scope |= named
+    scope |= keywords
     for statement in function.body:
         if isinstance(statement, ast.Return) and statement.value is not None:
             return _evaluate(statement.value, scope)
@@ -114,13 +116,13 @@ def _evaluate(term: ast.expr, names: Mapping[str, Any]) -> Any:
             return list(map(value_of, parts))
         case ast.BoolOp(op=ast.Or(), values=[lhs, rhs]):
             return value_of(lhs) or value_of(rhs)
-        case ast.IfExp(test=test, body=body, orelse=other):
-            return value_of(body if value_of(test) else other)
+        case ast.IfExp(test=test, body=body, orelse=alternative):
+            return value_of(body if value_of(test) else alternative)
         case ast.BinOp(lhs, kind, rhs) | ast.Compare(lhs, [kind], [rhs]):
             return _combine(kind, value_of(lhs), value_of(rhs))
         case ast.Call(func=function, args=args, keywords=keywords):
-            named = {word.arg: value_of(word.value) for word in keywords if word.arg}
-            return _function(function, names)(*map(value_of, args), **named)
+            options = {word.arg: value_of(word.value) for word in keywords if word.arg}
+            return _function(function, names)(*map(value_of, args), **options)
     raise ValueError(ast.unparse(term))
 
 

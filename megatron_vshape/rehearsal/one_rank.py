@@ -157,9 +157,9 @@ class _Replacements:
 
     def _parse(self, call: Callable[..., Any], parser: Any, *args: Any, **kwargs: Any) -> Any:
         """Ignore flags that the parser does not have, as those of forks of Megatron."""
-        known, words = parser.parse_known_args(*args, **kwargs)
+        namespace, words = parser.parse_known_args(*args, **kwargs)
         self.ignored_flags += [word.partition("=")[0] for word in words if word.startswith("--")]
-        return known
+        return namespace
 
     def _log_notices(self) -> None:
         """Collect the log lines about options that are translated, ignored or unused."""

@@ -105,10 +105,10 @@ def remedy_lines(
             lines.append(f"Less memory with {remedy.text}: {text}.")
             break
     if not lines and peak > limit:
-        larger = ", or a larger --tensor-model-parallel-size"
+        larger_size = ", or a larger --tensor-model-parallel-size"
         lines.append(
             "No schedule of this package lowers the peak: consider recomputation"
-            + larger * (2 * sizes.tensor <= config.gpu.node)
+            + larger_size * (2 * sizes.tensor <= config.gpu.node)
             + "."
         )
     v_half = next((remedy for remedy in candidates if remedy.text == f"{SCHEDULE} v-half"), None)

@@ -214,9 +214,9 @@ def _sections(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if isinstance(inner, dict):  # a builder's configuration contains that of Megatron
         sections["model"] = {key: _plain(value) for key, value in inner.items()} | sections["model"]
         del sections["model"]["transformer"]
-    named = config.get("mixed_precision")
-    precision = _precision(named) if isinstance(named, str) else section(config, "mixed_precision")
-    if isinstance(named, str):
+    name = config.get("mixed_precision")
+    precision = _precision(name) if isinstance(name, str) else section(config, "mixed_precision")
+    if isinstance(name, str):
         for key in precision:
             sections["ddp" if key.startswith("grad_") else "model"].setdefault(key, None)
     for settings in (section(config, "comm_overlap"), precision):

@@ -369,8 +369,8 @@ def training_command(expansion: Expansion, flag_names: Collection[str]) -> Start
         words = (_split(array) for array in expansion.arrays.values())
         arrays = [array for array in words if _count_flags(array, flag_names)]
         longest = max(arrays, key=lambda array: _count_flags(array, flag_names), default=[])
-        further = [array for array in arrays if not set(array) <= set(longest)]
-        flags = [*chain.from_iterable(further), *longest, *best.flags]
+        other_arrays = [array for array in arrays if not set(array) <= set(longest)]
+        flags = [*chain.from_iterable(other_arrays), *longest, *best.flags]
         best = replace(best, flags=flags)
     return replace(
         best,
@@ -452,9 +452,9 @@ _IRRELEVANT = re.compile(r"^/(etc|usr|opt)/|(^|/)(activate|conda\.sh|\.bash\w*|\
 
 def _frames(stream: IO[bytes]) -> Iterator[bytes]:
     """Yield texts that end with NUL, up to a limit."""
-    rest, size = b"", 0
+    remainder, size = b"", 0
     while size < _MAX_BYTES and (chunk := os.read(stream.fileno(), 1 << 16)):
-        *frames, rest = (rest + chunk).split(b"\0")
+        *frames, remainder = (remainder + chunk).split(b"\0")
         size += len(chunk)
         yield from frames
 

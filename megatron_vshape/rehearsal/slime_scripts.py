@@ -24,8 +24,8 @@ def with_slime_settings(command: Command) -> Command:
     each context-parallel rank. All responses are assumed to have the maximum length, and a packed
     microbatch becomes one sequence.
     """
-    number, has = command.number, command.has
-    if not has(_BATCH):
+    number, has_flag = command.number, command.has
+    if not has_flag(_BATCH):
         return command
     gpus, _ = launched_gpus(command)
     context = number("--context-parallel-size", 1)
@@ -34,7 +34,7 @@ def with_slime_settings(command: Command) -> Command:
     response = number(_RESPONSE, 4096)
     tokens = number("--seq-length", response)
     samples = number("--global-batch-size", number(_BATCH, 1))
-    if has("--use-dynamic-batch-size") and has(_TOKENS):
+    if has_flag("--use-dynamic-batch-size") and has_flag(_TOKENS):
         tokens = number(_TOKENS, tokens) * context
         microbatches = ceil(samples * min(response, tokens) / tokens / replicas)
         samples = microbatches * replicas
@@ -43,9 +43,9 @@ def with_slime_settings(command: Command) -> Command:
         "--max-position-embeddings": [str(tokens)],
         "--micro-batch-size": ["1"],
         "--use-distributed-optimizer": [],
-    } | ({} if has("--fp16") else {"--bf16": []})
+    } | ({} if has_flag("--fp16") else {"--bf16": []})
     for name, values in defaults.items():
-        flags += [] if has(name) else [name, *values]
+        flags += [] if has_flag(name) else [name, *values]
     script = "pretrain_hybrid.py" if command.pattern else "pretrain_gpt.py"
     note = (
         f"{command.script} is estimated as {script}: slime's or miles' microbatches are estimated "

@@ -45,15 +45,15 @@ def check_model(command: Command) -> None:
     unknown += [] if command.has("--hidden-size") else ["--hidden-size"]
     if unknown:
         name = f" of {command.model_name}" if command.model_name else ""
-        others = [] if name else _missing_flags(command)
-        if len(unknown) == 2 and others == _REQUIRED and not any(map(command.has, _SIZES)):
+        missing = [] if name else _missing_flags(command)
+        if len(unknown) == 2 and missing == _REQUIRED and not any(map(command.has, _SIZES)):
             raise ScheduleError(
                 f"{command.script} has none of Megatron's flags for a model, such as --num-layers: "
                 "a program that trains without Megatron is not supported. If it uses Megatron, "
                 f"{_HOW_TO_NAME}"
             )
         raise ScheduleError(
-            f"the command has no {', '.join([*unknown, *others])}, so the model{name} is unknown: "
+            f"the command has no {', '.join([*unknown, *missing])}, so the model{name} is unknown: "
             f"{_HOW_TO_NAME}"
         )
 

@@ -48,8 +48,8 @@ class TracedSteps:
             # 1F1B has at most `ranks` microbatches in flight, so twice that number includes the
             # peak.
             self.microbatches = min(batch_microbatches, 2 * ranks if ranks > 1 else 2)
-        needed = self._needed_microbatches(model)
-        self.traced = min(self.microbatches, needed or self.microbatches)
+        num_needed = self._needed_microbatches(model)
+        self.traced = min(self.microbatches, num_needed or self.microbatches)
         return self.traced
 
     def _needed_microbatches(self, model: BuiltModel) -> int | None:

@@ -148,8 +148,8 @@ def _overrides(words: Sequence[str], is_sft: bool) -> Iterator[tuple[str, Any]]:
     for word in words:
         match = _OVERRIDE.fullmatch(word)
         for name, value in _flatten({match[1]: _value(match[2])}) if match else ():
-            section, _, rest = name.partition(".")
-            full = _SFT_SECTIONS[section] + rest if section in _SFT_SECTIONS else name
+            section, _, setting = name.partition(".")
+            full = _SFT_SECTIONS[section] + setting if section in _SFT_SECTIONS else name
             yield _SFT_NAMES.get(name, full) if is_sft else name, value
 
 

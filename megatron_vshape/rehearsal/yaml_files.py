@@ -46,15 +46,15 @@ def _includes(entry: Any) -> Iterator[tuple[str, str]]:
     another section follows. Settings of Hydra itself are skipped.
     """
     if not isinstance(entry, dict):
-        name, at, section = str(entry).partition("@")
+        name, separator, section = str(entry).partition("@")
         if name != "_self_":
-            yield name, _section(section) if at else ""
+            yield name, _section(section) if separator else ""
         return
     for words, names in entry.items():
-        group, at, section = str(words).split()[-1].partition("@")
+        group, separator, section = str(words).split()[-1].partition("@")
         if not group.startswith("hydra/"):
             for name in names if isinstance(names, list) else [names] if names else []:
-                yield f"{group}/{name}", _section(section) if at else group.replace("/", ".")
+                yield f"{group}/{name}", _section(section) if separator else group.replace("/", ".")
 
 
 def _section(name: str) -> str:

@@ -217,7 +217,7 @@ def measured_costs(
             pairs = itertools.pairwise(
                 slot for slot in timeline.slots(device) if slot.work.kind.resource == PROCESSOR
             )
-            gaps += [slot.start - before.end for before, slot in pairs if slot.work.kind is Kind.W]
+            gaps += [slot.start - last.end for last, slot in pairs if slot.work.kind is Kind.W]
     # Medians, because single passes may be disturbed.
     middle = {key: statistics.median(values) for key, values in times.items()}
     paired = {

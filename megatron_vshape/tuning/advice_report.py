@@ -126,16 +126,16 @@ class AdviceReport:
         """Return the lines of the report: recommendation, table, flags of the rows, errors."""
         advice, comparison, today = self.advice, self.comparison, self.comparison.today
         command, machine = self.subject.command, advice.predictor.machine
-        before = format_rejection(today, command)
+        today_sentence = format_rejection(today, command)
         if _starts(today) and not today.fits:
-            before.append(f"Today: {today.fit}.")
-        before += self._verdict()
-        before += format_full_step(comparison, self.training_share)
+            today_sentence.append(f"Today: {today.fit}.")
+        today_sentence += self._verdict()
+        today_sentence += format_full_step(comparison, self.training_share)
         baseline = comparison.best or today
-        before.append(fsdp.format_comparison(comparison.fsdp, baseline, advice.case))
+        today_sentence.append(fsdp.format_comparison(comparison.fsdp, baseline, advice.case))
         rows = comparison.distinct_rows(self.subject)
-        after = [self._flags_sentence(row) for row in rows if row.key != "today"]
-        after += [
+        row_sentences = [self._flags_sentence(row) for row in rows if row.key != "today"]
+        row_sentences += [
             self._largest_rank(),
             *accuracy.sentences(advice.case, machine.gpu, machine.num_devices),
             *accuracy.upper_bound(advice.case, command.has("--overlap-moe-expert-parallel-comm")),
@@ -152,10 +152,10 @@ class AdviceReport:
             f"{machine.gpu.name.upper()}. Estimated, not measured."
         )
         return [
-            *map(wrap_text, filter(None, before)),
+            *map(wrap_text, filter(None, today_sentence)),
             sizes,
             *self._table(rows),
-            *map(wrap_text, after),
+            *map(wrap_text, row_sentences),
         ]
 
     def _table(self, rows: Sequence[ComparisonRow]) -> list[str]:

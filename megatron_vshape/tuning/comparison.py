@@ -57,17 +57,23 @@ class Comparison:
     def without(self, rejected: Collection[Prediction]) -> "Comparison":
         """Return the comparison without these predictions; the best of the others replaces best."""
 
-        def kept(prediction: Prediction | None) -> Prediction | None:
+        def unless_rejected(prediction: Prediction | None) -> Prediction | None:
             is_rejected = any(prediction is rejected_row for rejected_row in rejected)
             return None if is_rejected else prediction
 
         stock, same_sizes, least_memory = map(
-            kept, (self.stock, self.same_sizes, self.least_memory)
+            unless_rejected, (self.stock, self.same_sizes, self.least_memory)
         )
-        others = [row for row in (stock, same_sizes, least_memory) if row is not None]
-        best = kept(self.best) or min(others, key=step_seconds, default=None)
+        other_rows = [row for row in (stock, same_sizes, least_memory) if row is not None]
+        best = unless_rejected(self.best) or min(other_rows, key=step_seconds, default=None)
         return Comparison(
-            self.today, stock, best, same_sizes, least_memory, kept(self.avoided), kept(self.fsdp)
+            self.today,
+            stock,
+            best,
+            same_sizes,
+            least_memory,
+            unless_rejected(self.avoided),
+            unless_rejected(self.fsdp),
         )
 
     def recommended(self, threshold: float) -> Prediction | None:

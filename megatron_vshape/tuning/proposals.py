@@ -111,9 +111,11 @@ def _configurations(subject: Subject, machine: Machine) -> Iterator[Configuratio
         "expert_parallel": powers if subject.experts else [1],
         "microbatch_size": [1, 2],
     }
-    given = {name: [getattr(base, name)] for name in sizes if subject.command.has(FLAGS[name])}
+    given_sizes = {
+        name: [getattr(base, name)] for name in sizes if subject.command.has(FLAGS[name])
+    }
     recomputes = [NONE, FULL] if base.recompute == NONE else [base.recompute]
-    for *values, recompute in itertools.product(*(sizes | given).values(), recomputes):
+    for *values, recompute in itertools.product(*(sizes | given_sizes).values(), recomputes):
         settings: dict[str, Any] = dict(zip(sizes, values, strict=True))
         config = replace(base, **settings, recompute=recompute, sequence_parallel=True)
         yield config.on_devices(number)

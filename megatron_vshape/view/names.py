@@ -70,9 +70,9 @@ def tint(colour: str, chunk: int, num_chunks: int) -> str:
     return mix(colour, _WHITE, _PALEST * chunk / max(num_chunks - 1, 1))
 
 
-def mix(colour: str, other: str, share: float) -> str:
+def mix(colour: str, second_colour: str, share: float) -> str:
     """Return the color with this share of another one."""
-    pairs = zip(_levels(colour), _levels(other), strict=True)
+    pairs = zip(_levels(colour), _levels(second_colour), strict=True)
     return "#" + "".join(f"{round(level + (goal - level) * share):02x}" for level, goal in pairs)
 
 
@@ -81,9 +81,9 @@ def ink(colour: str) -> str:
     return _WHITE if contrast(colour, _WHITE) >= 4 else "#1a1a1a"
 
 
-def contrast(colour: str, other: str) -> float:
+def contrast(colour: str, second_colour: str) -> float:
     """Return the contrast of two colors according to WCAG 2, 1 to 21."""
-    low, high = sorted((_luminance(colour), _luminance(other)))
+    low, high = sorted((_luminance(colour), _luminance(second_colour)))
     return (high + 0.05) / (low + 0.05)
 
 

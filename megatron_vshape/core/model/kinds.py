@@ -550,7 +550,11 @@ class NeedTable:
 
         def implied_bits(needs: tuple[tuple[int, int], ...]) -> int:
             """Return the parts that these passes imply, optional parts excluded."""
-            certain = (implied[need] for need in needs if need[0] not in self.optional_parts)
+            certain = (
+                implied[requirement]
+                for requirement in needs
+                if requirement[0] not in self.optional_parts
+            )
             return reduce(or_, certain, 0)
 
         for number, (index, stage) in enumerate(self.topological_order()):

@@ -244,7 +244,11 @@ def _shifted(cuts: Sequence[int]) -> Iterator[list[int]]:
         if stop - first > _MAX_SHIFTED_CUTS:
             continue
         for shift in range(-_MAX_SHIFT, _MAX_SHIFT + 1):
-            neighbor = [*cuts[:first], *(cut + shift for cut in cuts[first:stop]), *cuts[stop:]]
+            neighbor = [
+                *cuts[:first],
+                *(boundary + shift for boundary in cuts[first:stop]),
+                *cuts[stop:],
+            ]
             if shift and _are_stages(neighbor):
                 yield neighbor
 

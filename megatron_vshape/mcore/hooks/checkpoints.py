@@ -169,13 +169,13 @@ def _indices_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
 @replaces
 def load_base_checkpoint(session: Session, original: Function, *args: Any, **options: Any) -> Any:
     """Reject a checkpoint by ranks (--ckpt-format torch) if a rank has several chunks."""
-    state, *others, form = original(*args, **options)
+    state, *settings, form = original(*args, **options)
     arguments = inspect.signature(original).bind(*args, **options).arguments
     # With rank0, only the arguments are read.
     if getattr(form, "name", None) == "LEGACY" and not arguments.get("rank0"):
         with refusing():
             _check_placement(session, arguments["load_dir"])
-    return state, *others, form
+    return state, *settings, form
 
 
 def _check_placement(session: Session, folder: str) -> None:

@@ -91,10 +91,10 @@ def _check_adaptive(choice: ScheduleChoice, limit: float | str | None, measures:
     name, num_devices, costs = choice.name, choice.num_devices, choice.costs
     counts = [chunks * num_devices for chunks in range(2, MOST_CHUNKS + 1 if name == AUTO else 3)]
     if costs is not None and costs.num_stages not in counts:
-        more = f" to {counts[-1]}, a multiple of {num_devices}" if name == AUTO else ""
+        range_text = f" to {counts[-1]}, a multiple of {num_devices}" if name == AUTO else ""
         raise ScheduleError(
             f"--pipeline-costs is for {costs.num_stages} stages, --pipeline-schedule {name} on "
-            f"{num_devices} pipeline ranks has {counts[0]}{more}"
+            f"{num_devices} pipeline ranks has {counts[0]}{range_text}"
         )
     if isinstance(limit, str):
         try:

@@ -74,9 +74,9 @@ class EarlyStart(StepFeature):
                 return largest(stat, *args, **options)
             return torch.tensor([stat], dtype=torch.float32).item()  # as the all-reduce rounds
 
-        put = self._replaced.put
-        put(training, "logical_and_across_model_parallel_group", logical_and)
-        put(training, "reduce_max_stat_across_model_parallel_group", max_stat)
+        set_attribute = self._replaced.put
+        set_attribute(training, "logical_and_across_model_parallel_group", logical_and)
+        set_attribute(training, "reduce_max_stat_across_model_parallel_group", max_stat)
 
     def end_training(self) -> str | None:
         """Drop a step that was started early, and return a summary of the predictions."""

@@ -221,8 +221,8 @@ def share_slices(state: StepState, chunks: Sequence[Any], choice: ScheduleChoice
 
 def _other_features(settings: Settings) -> list[str]:
     """Return the names of what slices do not support in this run: other features, profiling."""
-    others = (feature for feature in features() if not feature.support.with_slices)
-    labels = [feature.label(settings) for feature in others]
+    unsupported = (feature for feature in features() if not feature.support.with_slices)
+    labels = [feature.label(settings) for feature in unsupported]
     profiles = "--pipeline-profile-iterations or --pipeline-trace"
     return [*filter(None, labels), *[profiles] * (settings.options.profile_steps is not None)]
 
