@@ -173,7 +173,6 @@ def flags_of_hf_config(config: Mapping[str, Any]) -> tuple[list[str], str]:
     if width % heads and not (text.get("head_dim") or text.get("kv_lora_rank")):
         raise ScheduleError(f"hidden_size {width} is not a multiple of num_attention_heads {heads}")
     has_vision = fields is not config or "vision_config" in config
-    note = f"The language model of {config.get('model_type')!s:.40}, without its vision encoder."
     experts = _expert_options(text)
     options = {option: text[name] for name, option in _OPTIONS.items() if text.get(name)}
     options |= _attention_options(text) | experts
@@ -189,7 +188,27 @@ def flags_of_hf_config(config: Mapping[str, Any]) -> tuple[list[str], str]:
     flags = flags_of({name: _plain(value) for name, value in options.items()})
     parts = [_FLAGS[kind], *([_EXPERTS] if experts else [])]
     parts += [_SIGMOID] if experts and kind == "nemotron_h" else []
-    return [*flags, *" ".join(parts).split()], note if has_vision else ""
+    return [*flags, *" ".join(parts).split()], _encoder_note(config) if has_vision else ""
+
+
+def _encoder_note(config: Mapping[str, Any]) -> str:
+    """Return the note on the vision encoder, with its size if it is a transformer of Qwen's kind."""
+    kind = str(config.get("model_type"))
+    note = f"The language model of {kind:.40}, without its vision encoder"
+    vision = config.get("vision_config")
+    names = ("depth", "hidden_size", "intermediate_size", "out_hidden_size", "spatial_merge_size")
+    sizes = [vision.get(name) for name in names] if isinstance(vision, dict) else []
+    if not sizes or not all(isinstance(size, int) for size in sizes):
+        return f"{note}."
+    depth, width, inner, outer, merge = sizes
+    layer = 4 * width**2 + (3 if "2_5" in kind else 2) * width * inner  # Qwen2.5-VL's is gated
+    merged = width * merge**2
+    mergers = 1 + len(vision.get("deepstack_visual_indexes") or ())
+    parameters = depth * layer + mergers * merged * (merged + outer)
+    return (
+        f"{note} of {parameters * 1e-9:.1f}B parameters: on the first stage, it needs at least "
+        f"{2 * parameters / 2**30:.1f} GiB more."
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.mcore.layout.sizes import parameters_of, symbols_of
@@ -202,6 +203,13 @@ def test_a_vision_language_model_is_its_language_model(tmp_path: Path) -> None:
     flags, note = flags_of_hf_config({"model_type": "qwen3_vl", "text_config": text})
     assert note == "The language model of qwen3_vl, without its vision encoder."
     assert (flags, "") == flags_of_hf_config({**VALUES, "model_type": "qwen3"})
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("qwen2_5_vl_7b", 0.7), ("qwen3_vl_8b", 0.6)])
+def test_the_size_of_a_vision_encoder(name: str, parameters: float) -> None:
+    """Published: 0.67B of 8.29B, and 0.58B of 8.77B parameters."""
+    _, note = flags_of_hf_config(yaml.safe_load((MODELS / f"{name}.yaml").read_text()))
+    assert f"without its vision encoder of {parameters}B parameters: " in note
 
 
 @pytest.mark.parametrize("part", ["text_config", "thinker_config"])
