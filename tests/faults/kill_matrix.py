@@ -1,19 +1,11 @@
-"""Kill a rank in every pass of a step, one run per pass; print how the other ranks ended.
-
-Run as a script: it imports torch once and forks the ranks of every run. Prints a line of JSON per
-run: device and pass of the killed rank, the exit codes and reports of the others, and the seconds
-until the last of them had ended.
-"""
+"""A rank killed in a pass of a small model of plain torch, and the reports of the others."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
-import tempfile
 import time
-import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +14,6 @@ import torch.distributed as dist
 from runtime.plain_pipeline import SHAPE, stages_for
 
 from megatron_vshape.core.check.simulate import simulate
-from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.program.instructions import Program, Run
@@ -31,71 +22,37 @@ from megatron_vshape.runtime.p2p import Transport
 from megatron_vshape.runtime.program_runner import Place, run_program
 
 RANKS, MICROBATCHES = 4, 4
-METHODS = {
-    Kind.F: "forward",
-    Kind.B: "backward_inputs",
-    Kind.W: "backward_weights",
-    Kind.BW: "backward",
-}
 
 
-def main() -> None:
-    """Run the matrix."""
+def program_of_step() -> Program:
     schedule = make("v-half", RANKS, MICROBATCHES)
-    program = lower(schedule, simulate(schedule))
-    for device in range(RANKS):
-        for instruction in program.instructions[device]:
-            if isinstance(instruction, Run):
-                print(json.dumps(_case(program, device, instruction.work)), flush=True)
+    return lower(schedule, simulate(schedule))
 
 
-def _case(program: Program, victim: int, work: Pass) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        children = []
-        for rank in range(RANKS):
-            child = os.fork()
-            if not child:
-                _become_rank(rank, Path(folder), program, victim, work)
-            children.append(child)
-        codes = _wait(children, 120.0)
-        ended_s = time.monotonic()
-        struck_s = float((Path(folder) / "struck").read_text())
-        said = [(Path(folder) / f"said{rank}") for rank in range(RANKS)]
-        return {
-            "device": victim,
-            "pass": str(work),
-            "codes": codes,
-            "said": [note.read_text() if note.exists() else "" for note in said],
-            "seconds": ended_s - struck_s,
-        }
+def passes_of_step() -> Iterator[tuple[int, Pass]]:
+    """Yield every pass with its device."""
+    for device, row in enumerate(program_of_step().instructions):
+        yield from ((device, item.work) for item in row if isinstance(item, Run))
 
 
-def _become_rank(rank: int, folder: Path, program: Program, victim: int, work: Pass) -> None:
-    torch.set_num_threads(1)
-    place, code = Place(), 0
+def run_until_killed(rank: int, folder: Path, victim: int, work: Pass) -> None:
+    """Run a step whose victim dies after a pass; the other ranks write their reports."""
+    place, program = Place(), program_of_step()
+    transport = Transport([list(range(RANKS))], SHAPE, torch.float32, "cpu", timeout_s=60)
+    transport.prepare(program)
+    stages: Any = stages_for(program.schedule, rank, 0, torch.float32)
+    if rank == victim:
+        kill_after(stages[work.stage], work, folder)
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
-        )
-        transport = Transport([list(range(RANKS))], SHAPE, torch.float32, "cpu", timeout_s=60)
-        transport.prepare(program)
-        stages: Any = stages_for(program.schedule, rank, 0, torch.float32)
-        if rank == victim:
-            _arm(stages[work.stage], work, folder)
-        try:
-            run_program(program, rank, stages, transport, place=place)
-            dist.barrier()  # as an optimizer step would wait for all
-        except Exception as error:
-            (folder / f"said{rank}").write_text(f"{error}\n{transport.describe(place)}")
-            code = 1
-    except BaseException:
-        (folder / f"said{rank}").write_text(traceback.format_exc())
-        code = 3
-    os._exit(code)
+        run_program(program, rank, stages, transport, place=place)
+        dist.barrier()  # as an optimizer step would wait for all
+    except Exception as error:
+        (folder / f"said{rank}").write_text(f"{error}\n{transport.describe(place)}")
 
 
-def _arm(stage: Any, work: Pass, folder: Path) -> None:
-    original = getattr(stage, METHODS[work.kind])
+def kill_after(stage: Any, work: Pass, folder: Path) -> None:
+    """Kill this rank at the end of a pass, and write the time."""
+    original = getattr(stage, work.kind.method)
 
     def run(microbatch: int, *args: Any) -> Any:
         result = original(microbatch, *args)
@@ -104,26 +61,4 @@ def _arm(stage: Any, work: Pass, folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    setattr(stage, METHODS[work.kind], run)
-
-
-def _wait(children: list[int], timeout_s: float) -> list[int | None]:
-    codes: dict[int, int | None] = {}
-    deadline = time.monotonic() + timeout_s
-    while len(codes) < len(children):
-        for child in children:
-            if child not in codes:
-                ended, status = os.waitpid(child, os.WNOHANG)
-                if ended:
-                    codes[child] = os.waitstatus_to_exitcode(status)
-        if time.monotonic() > deadline:
-            for child in set(children) - codes.keys():
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-                codes[child] = None
-        time.sleep(0.005)
-    return [codes[child] for child in children]
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    setattr(stage, work.kind.method, run)

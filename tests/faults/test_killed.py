@@ -13,9 +13,11 @@ from statistics import median
 from typing import Any
 
 import pytest
-import torch
 from faults.conftest import Inject, Tally
+from faults.kill_matrix import passes_of_step, run_until_killed
 from mcore.farm import MODEL, SCRIPT, Ended, Farm, Train
+from mcore.parity import assert_same_tensors
+from runtime.ranks import RanksFailed, run_ranks
 
 from megatron_vshape.core.model.kinds import PARTS, Kind
 from megatron_vshape.core.model.passes import Pass
@@ -48,27 +50,31 @@ def kill(work: Pass, device: int) -> dict[str, Any]:
     return {"what": "kill", "rank": device, "step": 4, "pass": str(work)}
 
 
-def assert_others_told(run: Ended, killed: int, folder: Path) -> float:
+def assert_others_told(
+    run: Ended, killed: int, folder: Path, where: str = "in iteration 4"
+) -> float:
     """Check how the others ended, and return the seconds until the last of them had."""
-    struck_s = float((folder / "struck").read_text())
     assert run.codes == [-9 if rank == killed else 1 for rank in range(4)]
     for rank, text in enumerate(run.output):
         if rank != killed:
-            reports = TOLD.findall(text)
-            assert reports, text[-2000:]
-            assert {number for number, _ in reports} == {str(rank)}
-            assert "in iteration 4" in text
-    return max(run.ended_s) - struck_s
+            assert {number for number, _ in TOLD.findall(text)} == {str(rank)}, text[-2000:]
+            assert where in text
+    seconds = max(run.ended_s) - float((folder / "struck").read_text())
+    assert seconds < 30
+    return seconds
+
+
+def assert_same_end(run: Ended, complete_run: Ended, num_steps: int = 5) -> None:
+    """Check that the last steps of two runs, and their parameters, are equal bit by bit."""
+    for key in ("losses", "grad_norms"):
+        assert run.record[key] == complete_run.record[key][-num_steps:]
+    assert_same_tensors(run.merged("parameters"), complete_run.merged("parameters"))
 
 
 def assert_continues(farm: Farm, complete_run: Ended, folder: Path, num_lost: int = 3) -> None:
     """Check that a restart from `folder` repeats the lost steps of the complete run bitwise."""
     resumed_run = farm.run(4, *FIVE, "--load", str(folder)).check()
-    for key in ("losses", "grad_norms"):
-        assert resumed_run.record[key] == complete_run.record[key][-num_lost:]
-    resumed, complete = resumed_run.merged("parameters"), complete_run.merged("parameters")
-    assert resumed.keys() == complete.keys()
-    assert all(torch.equal(resumed[name], complete[name]) for name in complete)
+    assert_same_end(resumed_run, complete_run, num_lost)
 
 
 def test_killed_rank_ends_the_run_and_a_restart_continues_bitwise(
@@ -77,8 +83,7 @@ def test_killed_rank_ends_the_run_and_a_restart_continues_bitwise(
     tally("SIGKILL in a pass, then a restart")
     saved = tmp_path / "saved"
     run = inject([kill(passes(1, Kind.B)[3], 1)], *FIVE, *EVERY_TWO, "--save", str(saved))
-    seconds = assert_others_told(run, 1, tmp_path)
-    assert seconds < 30
+    assert_others_told(run, 1, tmp_path)
     assert_continues(farm, train(4, *FIVE), saved)
 
 
@@ -129,44 +134,28 @@ def test_kill_in_a_forward_before_its_step_ends_the_run(
     work = passes(device, Kind.F)[number]
     saved = tmp_path / "saved"
     run = inject([kill(work, device)], *AHEAD, *EVERY_TWO, "--save", str(saved))
-    assert run.codes == [-9 if rank == device else 1 for rank in range(4)]
-    for rank, text in enumerate(run.output):
-        if rank != device:
-            assert {reported_rank for reported_rank, _ in TOLD.findall(text)} == {str(rank)}, text[
-                -2000:
-            ]
-    assert max(run.ended_s) - float((tmp_path / "struck").read_text()) < 30
+    assert_others_told(run, device, tmp_path, where="")
     complete_run = farm.run(4, *AHEAD).check()
     assert "post-validation: 2 steps made" in complete_run.output[0]
-    resumed_run = farm.run(4, *AHEAD, "--load", str(saved)).check()
-    assert resumed_run.record["losses"] == complete_run.record["losses"][-3:]
-    resumed, complete = resumed_run.merged("parameters"), complete_run.merged("parameters")
-    assert all(torch.equal(resumed[name], complete[name]) for name in complete)
+    assert_same_end(farm.run(4, *AHEAD, "--load", str(saved)).check(), complete_run, 3)
 
 
 @pytest.mark.slow
-def test_kill_in_every_pass_of_a_step_ends_the_run(tally: Tally) -> None:
+def test_kill_in_every_pass_of_a_step_ends_the_run(tally: Tally, tmp_path: Path) -> None:
     """A small model of plain torch, so that every pass of all four devices has its turn."""
-    folder = Path(__file__).parent
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[1]), str(folder.parent)]),
-    }
-    command = [sys.executable, str(folder / "kill_matrix.py")]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3000)
-    assert run.returncode == 0, run.stderr[-2000:]
-    cases = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(cases) >= 4 * 2 * 4 * 2  # F and BW at least, of four devices with two stages
-    for case in cases:
-        for rank in range(4):
-            if rank == case["device"]:
-                assert case["codes"][rank] == -9
-                continue
-            assert case["codes"][rank] == 1, case
-            assert {number for number, _ in TOLD.findall(case["said"][rank])} == {str(rank)}, case
-    seconds = [case["seconds"] for case in cases]
+    seconds = []
+    for number, (device, work) in enumerate(passes_of_step()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with pytest.raises(RanksFailed, match=f"^rank {device}: it died with exit code -9$"):
+            run_ranks(4, run_until_killed, folder, device, work, timeout_s=120)
+        seconds.append(time.monotonic() - float((folder / "struck").read_text()))
+        for rank in {0, 1, 2, 3} - {device}:
+            text = (folder / f"said{rank}").read_text()
+            assert {reporter for reporter, _ in TOLD.findall(text)} == {str(rank)}, (work, text)
+    assert len(seconds) >= 4 * 2 * 4 * 2  # F and BW at least, of four devices with two stages
     note = f"others ended after {max(seconds):.2f} s at most, {median(seconds):.2f} s mostly"
-    tally("SIGKILL in every pass of a step", len(cases), note)
+    tally("SIGKILL in every pass of a step", len(seconds), note)
 
 
 @pytest.mark.slow
@@ -196,9 +185,7 @@ def test_kill_under_torchrun_ends_the_run(tally: Tally, tmp_path: Path) -> None:
     for path in sorted((tmp_path / "logs").rglob("std*.log")):
         logs[path.parent.name] += path.read_text()
     for rank in "123":
-        reports = TOLD.findall(logs[rank])
-        assert reports, logs[rank][-2000:]
-        assert {number for number, _ in reports} == {rank}
+        assert {reporter for reporter, _ in TOLD.findall(logs[rank])} == {rank}, logs[rank][-2000:]
     by_signal = sum("when SIGTERM ended it" in text for text in logs.values())
     tally("SIGKILL under torchrun", 0, f"{seconds:.1f} s, {by_signal} ended by the agent")
 

@@ -20,7 +20,6 @@ import torch
 from live_bytes import LiveBytes
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
@@ -102,22 +101,15 @@ def _train(options: dict[str, Any], live_bytes: LiveBytes) -> dict[str, Any]:
         optimizer.zero_grad()
         collected: list[float] = []
         references: list[Any] = []
-        returned = get_forward_backward_func()(
-            forward_step_func=partial(other_trainer.forward, "verl", collected),
-            data_iterator=[
-                noted(iter([*other_trainer.batches(index, count, lengths)]), references)
-                for _ in model
-            ],
-            model=model,
-            num_microbatches=count,
-            seq_length=1,
-            micro_batch_size=1,
-            forward_only=evaluates,
-        )
+        forward_step = partial(other_trainer.forward, "verl", collected)
+        data = [
+            noted(iter([*other_trainer.batches(index, count, lengths)]), references) for _ in model
+        ]
+        returned = other_trainer.run_step(forward_step, data, model, count, forward_only=evaluates)
         losses.extend(other_trainer.by_rank(returned, collected) or ())
         if not evaluates:
             optimizer.step()
-        del returned, collected
+        del returned, collected, forward_step, data
         num_retained += sum(reference() is not None for reference in references)
         with offloaded(model):
             between.append(live_bytes.count())

@@ -164,7 +164,10 @@ def make_model(shape: str, config: Any, trainer_options: dict[str, Any]) -> list
             module = config.provide(**ends)
         else:
             ties = trainer_options.get("ties", shape == "areal")
-            module = build(config, trainer_options.get("pattern"), ties, ends)
+            position = trainer_options.get("position", "rope")
+            module = build(config, trainer_options.get("pattern"), ties, ends, position)
+        if config.params_dtype is torch.float64:
+            module.double()  # the norms as well
         for what in trainer_options.get("extends", ()):
             extend(module, what, where, chunks, group)
         fill(module)
@@ -273,12 +276,14 @@ def tell_tied_embeddings(chunk: nn.Module) -> None:
         chunk.output_layer.weight.data.copy_(weight)
 
 
-def build(config: Any, pattern: str | None, ties: bool, ends: dict[str, Any]) -> nn.Module:
+def build(
+    config: Any, pattern: str | None, ties: bool, ends: dict[str, Any], position: str = "rope"
+) -> nn.Module:
     """Return a chunk of a GPT, or of a hybrid model with layers of this pattern."""
     sizes = {
         "vocab_size": VOCABULARY,
         "max_sequence_length": LONGEST,
-        "position_embedding_type": "rope",
+        "position_embedding_type": position,
         "share_embeddings_and_output_weights": ties,
     }
     if pattern is None:
@@ -360,6 +365,52 @@ def unwrapped(chunk: Any) -> Any:
     return chunk
 
 
+def causal_mask(length: int) -> Tensor:
+    """Return the mask [1, 1, s, s] of later tokens."""
+    return torch.triu(torch.ones(1, 1, length, length), diagonal=1).bool()
+
+
+def mean_loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the mean of the output as the loss and in a report."""
+    loss = output.float().mean()
+    return loss, {"loss": loss.detach()}
+
+
+def run_step(
+    forward_step: Callable[..., Any],
+    data: Any,
+    model: list[nn.Module],
+    count: int,
+    length: int = 1,
+    size: int = 1,
+    forward_only: bool = False,
+) -> list[Any]:
+    """Run the passes of a step; return the reports of its microbatches on the last rank.
+
+    The length is the config's sequence length, 1 if lengths vary, and the size the microbatch's.
+    """
+    reports: list[Any] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=data,
+        model=model,
+        num_microbatches=count,
+        seq_length=length,
+        micro_batch_size=size,
+        forward_only=forward_only,
+    )
+    return reports
+
+
+def named_parameters(model: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of this rank's chunks by their names in the full model."""
+    return [pair for chunk in model for pair in names_of(unwrapped(chunk))]
+
+
+def gradients_of(model: list[nn.Module]) -> dict[str, Tensor]:
+    """Return copies of the gradients by names."""
+    return {name: parameter.main_grad.clone() for name, parameter in named_parameters(model)}
+
+
 def forward(
     shape: str,
     collected: list[float],
@@ -381,7 +432,7 @@ def forward(
         ends = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
     tokens = batch.pop("tokens")  # some libraries modify their batch
     positions = torch.arange(tokens.shape[1]).unsqueeze(0)
-    mask = torch.triu(torch.ones(1, 1, tokens.shape[1], tokens.shape[1]), diagonal=1).bool()
+    mask = causal_mask(tokens.shape[1])
     labels = batch["labels"] if ends[1] else None
     reads = ends[0] or (ends[1] and getattr(unwrapped(model), "mtp_process", False))
     call = model.build_schedule_plan if return_schedule_plan else model
@@ -390,9 +441,9 @@ def forward(
     output = call(tokens if reads else None, positions, mask, labels=labels)
 
     def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = output.float().mean()
+        loss, report = mean_loss(output)
         collected.append(loss.item())
-        return loss, {"loss": loss.detach()}
+        return loss, report
 
     return output, loss_of
 
@@ -612,14 +663,13 @@ def set_up(
     return config, model
 
 
-def train(trainer_options: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]:
+def train(trainer_options: dict[str, Any]) -> dict[str, Any]:
     """Return the results of this rank for three steps, of which the second evaluates.
 
     Results are the losses, the norms of all gradients, the last gradients, and the final
     parameters.
     """
     shape, ranks = trainer_options["shape"], trainer_options.get("pipeline", dist.get_world_size())
-    register()
     config, model = set_up(shape, trainer_options, trainer_options.get("tensor", 1), ranks)
     settings = OptimizerConfig(
         optimizer="sgd", lr=0.1, bf16=config.bf16, params_dtype=config.params_dtype
@@ -639,9 +689,7 @@ def train(trainer_options: dict[str, Any], register: Callable[[], None]) -> dict
     losses: list[list[float]] = []
     norms: list[float] = []
     outputs_by_step: list[Any] = []
-    lengths_by_step: list[
-        list[int]
-    ] = []  # of every step, the lengths as the first stage is given them
+    lengths_by_step: list[list[int]] = []  # as the first stage is given them
     read: dict[str, list[list[float] | None]] = {reader.__name__: [] for reader in READERS}
     # The scan of Mamba's layers is a loop in Python, and needs half of the time.
     usual = 4 if "pattern" in trainer_options else 8
@@ -655,26 +703,19 @@ def train(trainer_options: dict[str, Any], register: Callable[[], None]) -> dict
         optimizer.zero_grad()
         collected: list[float] = []
         lengths_by_step.append([])
-        returned = get_forward_backward_func()(
-            forward_step_func=partial(
-                forward,
-                shape,
-                collected,
-                reads_logits=trainer_options.get("reads_logits"),
-                seen_lengths=lengths_by_step[-1],
-                smoothing=trainer_options.get("smoothing", 0.0),
-            ),
-            data_iterator=iterators(trainer_options, model, step + 10 * replica, count, lengths),
-            model=model,
-            num_microbatches=count,
-            seq_length=1 if shape == "verl" else LONGEST,
-            micro_batch_size=1,
-            forward_only=step == 1,
+        forward_step = partial(
+            forward,
+            shape,
+            collected,
+            reads_logits=trainer_options.get("reads_logits"),
+            seen_lengths=lengths_by_step[-1],
+            smoothing=trainer_options.get("smoothing", 0.0),
         )
+        data = iterators(trainer_options, model, step + 10 * replica, count, lengths)
+        length = 1 if shape == "verl" else LONGEST
+        returned = run_step(forward_step, data, model, count, length, forward_only=step == 1)
         losses.append(losses_of(shape, returned, collected))
-        outputs_by_step.append(
-            [{**loss_dict} for loss_dict in returned if "log_probs" in loss_dict]
-        )
+        outputs_by_step.append([{**report} for report in returned if "log_probs" in report])
         if step == 1 and trainer_options.get("fails") == dist.get_rank():
             raise KeyError("metrics")  # as a library does that finds no results
         read_all_ways(shape, read, returned, collected)
@@ -683,18 +724,17 @@ def train(trainer_options: dict[str, Any], register: Callable[[], None]) -> dict
     if trainer_options.get("distributed_optimizer"):
         for chunk in model:
             chunk.disable_forward_pre_hook()  # waits for running all-gathers
-    named_parameters = [pair for chunk in model for pair in names_of(unwrapped(chunk))]
-    complete_parameters = (
-        [] if trainer_options.get("distributed_optimizer") else named_parameters
-    )  # else a replica has a part
+    is_sharded = trainer_options.get("distributed_optimizer")  # then a replica has a part
     return {
         "losses": losses,
         "read": read,
         "made": outputs_by_step,
         "seen": lengths_by_step,
         "norms": norms,
-        "gradients": {name: parameter.main_grad.clone() for name, parameter in complete_parameters},
-        "parameters": {name: parameter.detach().clone() for name, parameter in named_parameters},
+        "gradients": {} if is_sharded else gradients_of(model),
+        "parameters": {
+            name: parameter.detach().clone() for name, parameter in named_parameters(model)
+        },
         "chunks": len(model),
         "stepped_ahead": settings.overlap_param_gather_with_optimizer_step,
     }
@@ -703,7 +743,7 @@ def train(trainer_options: dict[str, Any], register: Callable[[], None]) -> dict
 def logprobs_of(model: nn.Module, tokens: Tensor) -> Tensor:
     """Return log-probabilities [b, s - 1] of the tokens on the last stage, else the sent tensor."""
     positions = torch.arange(tokens.shape[1]).unsqueeze(0)
-    mask = torch.triu(torch.ones(1, 1, tokens.shape[1], tokens.shape[1]), diagonal=1).bool()
+    mask = causal_mask(tokens.shape[1])
     output = model(tokens, positions, mask)
     if not is_pp_last_stage(mpu.get_pipeline_model_parallel_group()):
         return output
@@ -741,9 +781,8 @@ def computed_logprobs(model: nn.Module, rollouts: list[Tensor]) -> Tensor:
     return every
 
 
-def reinforce(trainer_options: dict[str, Any], register: Callable[[], None]) -> dict[str, Any]:
+def reinforce(trainer_options: dict[str, Any]) -> dict[str, Any]:
     """Return the losses of three steps of GRPO's shape, and the last gradients, of this rank."""
-    register()
     config, model = set_up("rl", trainer_options)
     reference = {
         name: 0.5 * value for name, value in model[0].state_dict().items() if value is not None
@@ -775,43 +814,24 @@ def reinforce(trainer_options: dict[str, Any], register: Callable[[], None]) -> 
                 ).mean()
             return current, lambda loss: (loss, {"loss": loss.detach()})
 
-        returned = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=samples,
-            model=model,
-            num_microbatches=len(rollouts),
-            seq_length=LONGEST,
-            micro_batch_size=1,
-        )
+        returned = run_step(forward_step, samples, model, len(rollouts), LONGEST)
         losses.append(losses_of("bridge", returned, []))  # which are read there, too
         with torch.no_grad():
             for parameter in model[0].parameters():
                 parameter -= 0.05 * parameter.main_grad
-    gradients = {name: parameter.main_grad.clone() for name, parameter in names_of(model[0].module)}
+    gradients = gradients_of(model)
     return {"losses": losses, "norms": [], "gradients": gradients, "chunks": len(model)}
 
 
 def start(rank: int, trainer_options: dict[str, Any]) -> None:
     """Run one of these trainers in a rank of the farm, and end it."""
-    megatron_vshape.unregister()
     if "M" in trainer_options.get("pattern", ""):
         import mamba_on_cpu
 
         mamba_on_cpu.start(rank, trainer_options)
-    dist.init_process_group("gloo")
-
-    def register() -> None:
-        options = trainer_options.get("options", {})
-        if "lengths" in trainer_options:
-            options["lengths"] = lambda batch: trainer_options["lengths"]
-        if trainer_options["schedule"] is not None:
-            megatron_vshape.register(schedule=trainer_options["schedule"], **options)
-
-    finish(
-        reinforce(trainer_options, register)
-        if trainer_options["shape"] == "rl"
-        else train(trainer_options, register),
-    )
+    if "lengths" in trainer_options:
+        trainer_options["options"]["lengths"] = lambda batch: trainer_options["lengths"]
+    starts(reinforce if trainer_options["shape"] == "rl" else train)(rank, trainer_options)
 
 
 def finish(record: dict[str, Any]) -> NoReturn:

@@ -24,7 +24,6 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.utils import (
     is_pp_first_stage,
     is_pp_last_stage,
@@ -40,8 +39,11 @@ from other_trainer import (
     VOCABULARY,
     DeferredConfig,
     batches,
+    causal_mask,
     fill_parameters,
     make_config,
+    mean_loss,
+    run_step,
     starts,
 )
 from torch import Tensor, nn
@@ -147,14 +149,13 @@ def forward(counts: list[int], data: Any, model: nn.Module) -> tuple[Tensor, Any
     group = mpu.get_pipeline_model_parallel_group()
     tokens = batch["tokens"]
     positions = torch.arange(tokens.shape[1]).unsqueeze(0)
-    mask = torch.triu(torch.ones(1, 1, tokens.shape[1], tokens.shape[1]), diagonal=1).bool()
     pixels = None
     if is_pp_first_stage(group):
         size = counts[index % len(counts)], PATCHES, PIXELS
         pixels = torch.randn(size, generator=torch.Generator().manual_seed(index))
     labels = batch["labels"] if is_pp_last_stage(group) else None
-    output = model(tokens, positions, mask, labels, pixels)
-    return output, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
+    output = model(tokens, positions, causal_mask(tokens.shape[1]), labels, pixels)
+    return output, mean_loss
 
 
 def train(trainer_options: dict[str, Any]) -> dict[str, Any]:
@@ -185,15 +186,9 @@ def train(trainer_options: dict[str, Any]) -> dict[str, Any]:
     for step in range(2):
         for ddp_chunk in model:
             ddp_chunk.zero_grad_buffer()
-        results = get_forward_backward_func()(
-            forward_step_func=partial(forward, trainer_options.get("images", [1, 0, 2])),
-            data_iterator=[enumerate(batches(step, 8, [LONGEST])) for _ in model],
-            model=model,
-            num_microbatches=8,
-            seq_length=LONGEST,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        forward_step = partial(forward, trainer_options.get("images", [1, 0, 2]))
+        data = [enumerate(batches(step, 8, [LONGEST])) for _ in model]
+        results = run_step(forward_step, data, model, 8, LONGEST)
         if is_pp_last_stage(mpu.get_pipeline_model_parallel_group()):
             losses += [result["loss"] for result in results]
         for chunk in chunks:

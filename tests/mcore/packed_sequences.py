@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -66,12 +65,7 @@ def forward_step(without: int | None, data: Any, model: Any) -> tuple[Any, Any]:
     positions = torch.cat([torch.arange(length) for length in ends.diff().tolist()]).unsqueeze(0)
     labels = tokens.roll(-1, 1) if mpu.is_pipeline_last_stage() else None
     output = model(tokens, positions, None, labels=labels, packed_seq_params=packed)
-
-    def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = output.float().mean()
-        return loss, {"loss": loss.detach()}
-
-    return output, loss_of
+    return output, other_trainer.mean_loss
 
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
@@ -80,18 +74,12 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     DotProductAttention.forward = attend
     for chunk in model:
         chunk.zero_grad_buffer()
-    returned = get_forward_backward_func()(
-        forward_step_func=partial(forward_step, options.get("without")),
-        data_iterator=[batches(options.get("merges", False)) for _ in model],
-        model=model,
-        num_microbatches=len(PACKS),
-        seq_length=1,
-        micro_batch_size=1,
-    )
-    named_parameters = [pair for chunk in model for pair in other_trainer.names_of(chunk.module)]
+    data = [batches(options.get("merges", False)) for _ in model]
+    run = partial(forward_step, options.get("without"))
+    returned = other_trainer.run_step(run, data, model, len(PACKS))
     return {
         "losses": other_trainer.by_rank(returned, []) or [],
-        "gradients": {name: parameter.main_grad.clone() for name, parameter in named_parameters},
+        "gradients": other_trainer.gradients_of(model),
         "tensor_rank": mpu.get_tensor_model_parallel_rank(),
     }
 

@@ -30,7 +30,7 @@ from megatron.training.arguments import (
 )
 from megatron.training.global_vars import set_args
 from megatron.training.training import get_model
-from other_trainer import batches, fill, finish, names_of
+from other_trainer import batches, causal_mask, fill, finish, named_parameters
 from torch.nn import functional
 
 import megatron_vshape
@@ -57,8 +57,8 @@ def forward(data: Any, model: Any) -> tuple[Any, Any]:
     """Run a microbatch."""
     batch = next(data)
     length = batch["tokens"].shape[1]
-    mask = torch.triu(torch.ones(1, 1, length, length), diagonal=1).bool()
-    output = model(batch["tokens"], torch.arange(length).unsqueeze(0), mask, labels=None)
+    positions = torch.arange(length).unsqueeze(0)
+    output = model(batch["tokens"], positions, causal_mask(length), labels=None)
 
     def loss_of(logits: Any) -> tuple[Any, Any, dict[str, Any]]:
         loss = functional.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten())
@@ -103,8 +103,7 @@ def train(args: Any) -> dict[str, Any]:
         norms.append(float(optimizer.step()[1]))
         if mpu.is_pipeline_last_stage(ignore_virtual=True):
             losses.append([loss_dict["loss"].item() for loss_dict in reports])
-    named_parameters = [pair for chunk in model for pair in names_of(chunk.module)]
-    parameters = {name: each.detach().clone() for name, each in named_parameters}
+    parameters = {name: value.detach().clone() for name, value in named_parameters(model)}
     return {"losses": losses, "norms": norms, "parameters": parameters, "chunks": len(model)}
 
 

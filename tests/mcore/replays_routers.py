@@ -11,7 +11,6 @@ from typing import Any
 import other_trainer
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from router_replay_utils import pp_gather, sorted_by_chunk
@@ -51,8 +50,7 @@ class Library:
                 replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
                 replay.set_target_indices(batch["choices"][0, :, number - 1])
         positions = torch.arange(tokens.shape[1]).unsqueeze(0)
-        mask = torch.triu(torch.ones(1, 1, tokens.shape[1], tokens.shape[1]), diagonal=1).bool()
-        output = model(tokens, positions, mask)
+        output = model(tokens, positions, other_trainer.causal_mask(tokens.shape[1]))
         inner = other_trainer.unwrapped(model)
         if inner.post_process and mpu.is_pipeline_last_stage():
             labels = tokens.roll(-1, 1)
@@ -64,11 +62,7 @@ class Library:
             indices = torch.stack([replay.get_recorded_indices() for _, replay in routers], dim=1)
             self.records.append(padded(indices.unsqueeze(0)))
 
-        def loss_of(outputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-            loss = outputs["losses"].float().mean()
-            return loss, {"loss": loss.detach()}
-
-        return output, loss_of
+        return output, lambda outputs: other_trainer.mean_loss(outputs["losses"])
 
 
 def padded(indices: Tensor) -> Tensor:
@@ -80,15 +74,9 @@ def padded(indices: Tensor) -> Tensor:
 
 def call(library: Library, model: list[Any], batches: list[Any], forward_only: bool) -> list[float]:
     """Run a step; return the losses where verl reads them."""
-    returned = get_forward_backward_func()(
-        forward_step_func=library.forward_step,
-        data_iterator=[iter([{**batch} for batch in batches]) for _ in model],
-        model=model,
-        num_microbatches=len(batches),
-        seq_length=1,
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
+    data = [iter([{**batch} for batch in batches]) for _ in model]
+    step = library.forward_step, data, model, len(batches)
+    returned = other_trainer.run_step(*step, forward_only=forward_only)
     return other_trainer.by_rank(returned, []) or []
 
 
@@ -112,12 +100,11 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     for chunk in model:
         chunk.zero_grad_buffer()
     losses = call(library, model, batches, forward_only=False)
-    named_parameters = [pair for chunk in model for pair in other_trainer.names_of(chunk.module)]
     return {
         "choices": choices,
         "recorded": recorded,
         "losses": losses,
-        "gradients": {name: parameter.main_grad.clone() for name, parameter in named_parameters},
+        "gradients": other_trainer.gradients_of(model),
         "left": [
             len(replay.replay_backward_list) for chunk in model for _, replay in routers_of(chunk)
         ],

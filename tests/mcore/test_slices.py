@@ -1,8 +1,8 @@
 """Sliced microbatches: losses and gradients equal unsliced ones and 1F1B to rounding."""
 
-import json
 import re
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,9 @@ from mcore.farm import Farm, Train
 from mcore.parity import TWO, UNTIED, assert_same_training
 from mcore.rejections import megatron_choices
 from mcore.test_memory import FLAGS, memory_figures
+from mcore.test_packed import gradients_by_parameter
 from megatron.core.enums import Fp8Recipe
+from torch import Tensor
 
 from megatron_vshape.core.model.costs import Costs
 from megatron_vshape.core.model.kinds import ScheduleError
@@ -27,7 +29,7 @@ from megatron_vshape.mcore.options import Options, options_in
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup.choice import check_features, resolve_schedule
 from megatron_vshape.mcore.setup.plans import Planner
-from megatron_vshape.mcore.setup.run_config import Settings
+from megatron_vshape.mcore.setup.run_config import ScheduleChoice, Settings
 from megatron_vshape.mcore.step_state import TokenRange
 
 MOST = 1e-12
@@ -52,119 +54,141 @@ GLOBAL = EXPERTS | {
     "moe_aux_loss_coeff": [1.0, 2.0],
 }
 
-CASES: dict[str, dict[str, Any]] = {
-    "v-zb": {"schedule": "v-zb", "slices": 4},
-    "1f1b, grouped queries, ragged": {
-        "schedule": "1f1b",
-        "slices": 2,
-        "groups": 2,
-        "ragged": True,
-        "per_token": True,
-    },
-    "one slice": {"schedule": "v-half", "slices": 1},
-    "learned positions": {"schedule": "zb-h1", "slices": 4, "position": "learned_absolute"},
-    "given mask, recompute": {"schedule": "v-min", "slices": 4, "mask": True, "recompute": CORE},
-    "experts": {"schedule": "v-zb", "slices": 4, "experts": EXPERTS},
-    "further tokens": {"schedule": "v-zb", "slices": 4, "predicting": 2, "ragged": True},
+GROUPED = {"num_query_groups": 2}
+PER_TOKEN = {"calculate_per_token_loss": True}
+
+
+def case(schedule: str, slices: int, **options: Any) -> dict[str, Any]:
+    """Return a case of `sliced_steps`: 4 layers on 2 pipeline ranks, unless it has others."""
+    config = {"num_layers": 4} | options.pop("config", {})
+    return {"schedule": schedule, "options": {"slices": slices}, "config": config} | options
+
+
+CASES = {
+    "v-zb": case("v-zb", 4),
+    "1f1b, grouped queries, ragged": case("1f1b", 2, ragged=True, config=GROUPED | PER_TOKEN),
+    "one slice": case("v-half", 1),
+    "learned positions": case("zb-h1", 4, position="learned_absolute"),
+    "given mask, recompute": case("v-min", 4, mask=True, config=CORE),
+    "experts": case("v-zb", 4, config=EXPERTS),
+    "further tokens": case("v-zb", 4, predicting=2, ragged=True),
 }
 
-MORE: dict[str, dict[str, Any]] = {
-    f"{name}, {slices}": {"schedule": name, "slices": slices, "ranks": 4, "layers": 8}
+MORE = {
+    f"{name}, {slices}": case(name, slices, ranks=4, config={"num_layers": 8})
     for name in NAMES
     for slices in (1, 2, 4, 8)
     if slices > 1 or name not in MEGATRONS_OWN  # a library runs them without this package
 } | {
-    "tensor-parallel": {"schedule": "v-zb", "slices": 2, "tensor": 2},
-    "grouped, tensor-parallel": {"schedule": "v-half", "slices": 4, "tensor": 2, "groups": 2},
-    "recompute": {"schedule": "v-zb", "slices": 4, "recompute": FULL},
-    "window": {"schedule": "v-zb", "slices": 4, "window": [5, 0]},
-    "ragged": {"schedule": "v-half", "slices": 4, "ragged": True},
-    "per token": {"schedule": "v-half", "slices": 4, "ragged": True, "per_token": True},
-    "one slice of experts": {"schedule": "v-half", "slices": 1, "experts": EXPERTS},
-    "experts per token": {
-        "schedule": "v-half",
-        "slices": 2,
-        "per_token": True,
-        "experts": EXPERTS,
-    },
-    "sequences": {"schedule": "v-half", "slices": 2, "experts": SEQUENCES},
-    "sequences per token": {
-        "schedule": "1f1b",
-        "slices": 4,
-        "per_token": True,
-        "experts": SEQUENCES,
-    },
-    "global": {"schedule": "v-zb", "slices": 4, "experts": GLOBAL},
-    "experts, tensor-parallel": {"schedule": "v-zb", "slices": 2, "tensor": 2, "experts": EXPERTS},
-    "further tokens per token": {
-        "schedule": "zb-h1",
-        "slices": 4,
-        "predicting": 2,
-        "ragged": True,
-        "per_token": True,
-    },
-    "further tokens, tensor-parallel, recompute": {
-        "schedule": "v-half",
-        "slices": 2,
-        "predicting": 1,
-        "tensor": 2,
-        "recompute": FULL,
-    },
-    "further tokens of experts": {
-        "schedule": "v-half",
-        "slices": 2,
-        "predicting": 1,
-        "experts": EXPERTS,
-    },
+    "tensor-parallel": case("v-zb", 2, tensor=2),
+    "grouped, tensor-parallel": case("v-half", 4, tensor=2, config=GROUPED),
+    "recompute": case("v-zb", 4, config=FULL),
+    "window": case("v-zb", 4, config={"window_size": [5, 0]}),
+    "ragged": case("v-half", 4, ragged=True),
+    "per token": case("v-half", 4, ragged=True, config=PER_TOKEN),
+    "one slice of experts": case("v-half", 1, config=EXPERTS),
+    "experts per token": case("v-half", 2, config=EXPERTS | PER_TOKEN),
+    "sequences": case("v-half", 2, config=SEQUENCES),
+    "sequences per token": case("1f1b", 4, config=SEQUENCES | PER_TOKEN),
+    "global": case("v-zb", 4, config=GLOBAL),
+    "experts, tensor-parallel": case("v-zb", 2, tensor=2, config=EXPERTS),
+    "further tokens per token": case("zb-h1", 4, predicting=2, ragged=True, config=PER_TOKEN),
+    "further tokens, tensor-parallel, recompute": case(
+        "v-half", 2, predicting=1, tensor=2, config=FULL
+    ),
+    "further tokens of experts": case("v-half", 2, predicting=1, config=EXPERTS),
 }
 
-MUTANTS = {
-    name: {"schedule": "v-zb", "slices": 4, "mutant": name}
-    for name in ("stale", "lost", "early", "out of turn")
-} | {
-    "balanced apart": {
-        "schedule": "v-zb",
-        "slices": 4,
-        "experts": EXPERTS,
-        "mutant": "balanced apart",
-    },
-    "tokens apart": {"schedule": "v-zb", "slices": 4, "predicting": 1, "mutant": "tokens apart"},
+MUTANTS = {name: case("v-zb", 4, mutant=name) for name in ("stale", "lost", "early")} | {
+    "balanced apart": case("v-zb", 4, mutant="balanced apart", config=EXPERTS),
+    "tokens apart": case("v-zb", 4, mutant="tokens apart", predicting=1),
 }
 
-
-def run_cases(farm: Farm, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the reports of `sliced_steps` for these cases."""
-    (text,) = farm.run(1, plugin="sliced_steps", given=cases, timeout_s=1800).check().output
-    reports = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    assert [report["case"] for report in reports] == list(cases)
-    return {report["case"]: report for report in reports}
-
-
-def assert_equal(reports: dict[str, dict[str, Any]], slices: dict[str, int]) -> None:
-    for name, report in reports.items():
-        for against in ("whole", "1f1b"):
-            difference = report[against]
-            assert "error" not in difference, (name, difference["error"])
-            assert difference["kept"] == 0, name
-            max_difference = 0 if slices[name] == 1 else MOST
-            if name == "global":  # Megatron computes that mean in 32 bits
-                max_difference = 1e-6
-            assert difference["gradients"] <= max_difference, (name, against, difference)
-            assert difference["losses"] <= MOST, (name, against, difference)
-            assert difference["balance"] <= 1e-6, (name, against, difference)
+Records = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def reports(farm: Farm) -> dict[str, dict[str, Any]]:
-    return run_cases(farm, CASES | MUTANTS)
+def run_case(farm: Farm) -> Callable[..., Records]:
+    """Return a function that runs a case, and runs without this package once for each model."""
+    stock_runs: dict[str, Records] = {}
+
+    def run(options: dict[str, Any], pipeline: int = 0, stock: bool = False) -> Records:
+        ranks = (pipeline or options.get("ranks", 2)) * options.get("tensor", 1)
+        if not stock:
+            return farm.run(ranks, plugin="sliced_steps", given=options).check().records
+        given = options | {"schedule": None, "options": {}}
+        given.pop("mutant", None)
+        key = f"{ranks} {given}"
+        if key not in stock_runs:
+            run = farm.run(ranks, plugin="sliced_steps", given=given)
+            stock_runs[key] = run.check().records
+        return stock_runs[key]
+
+    return run
 
 
+def losses_of(ranks: Records) -> list[float]:
+    return next(rank["losses"] for rank in ranks if rank["losses"])
+
+
+def balance_of(ranks: Records) -> dict[str, Tensor]:
+    """Return the further losses of all ranks together."""
+    totals: dict[str, Tensor] = {}
+    for rank in ranks:
+        for name, values in rank["balance"].items():
+            totals[name] = totals.get(name, torch.tensor(0.0)) + values
+    return totals
+
+
+def gradient_difference(ranks: Records, expected_ranks: Records) -> float:
+    """Return the largest difference of gradients, as a share of the largest gradient."""
+    gradients, expected = map(gradients_by_parameter, (ranks, expected_ranks))
+    assert gradients.keys() == expected.keys()
+    largest = max(value.abs().max() for value in expected.values())
+    differences = [(gradients[key] - value).abs().max() for key, value in expected.items()]
+    return float(max(differences) / largest)
+
+
+def check_case(run_case: Callable[..., Records], name: str, options: dict[str, Any]) -> None:
+    """Compare with Megatron without a pipeline, and with its 1F1B."""
+    ranks = run_case(options)
+    assert sum(rank["kept"] for rank in ranks) == 0
+    max_difference = 0.0 if options["options"]["slices"] == 1 else MOST
+    if name == "global":  # Megatron computes that mean in 32 bits
+        max_difference = 1e-6
+    for pipeline in (1, 0):
+        expected = run_case(options, pipeline, stock=True)
+        assert gradient_difference(ranks, expected) <= max_difference
+        assert losses_of(ranks) == pytest.approx(losses_of(expected), rel=MOST)
+        balance, expected_balance = balance_of(ranks), balance_of(expected)
+        assert balance.keys() == expected_balance.keys()
+        for key, values in expected_balance.items():
+            differences = (balance[key] - values).abs() / values.abs().clamp(min=1e-3)
+            assert differences.max() <= 1e-6, key
+
+
+@pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
+)
 def test_sliced_gradients_and_losses_equal_unsliced(
-    reports: dict[str, dict[str, Any]],
+    run_case: Callable[..., Records], name: str
 ) -> None:
     """Equal to rounding; one slice on the same path is bitwise equal."""
-    case_reports = {name: reports[name] for name in CASES}
-    assert_equal(case_reports, {name: case["slices"] for name, case in CASES.items()})
+    check_case(run_case, name, (CASES | MORE)[name])
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_faults_between_slices_are_detected(run_case: Callable[..., Records], name: str) -> None:
+    options = MUTANTS[name]
+    expected = run_case(options, pipeline=1, stock=True)
+    assert gradient_difference(run_case(options), expected) > 1e-3
+
+
+def test_slices_out_of_turn_end_the_run(farm: Farm) -> None:
+    """Later slices have no call to slice."""
+    run = farm.run(2, plugin="sliced_steps", given=case("v-zb", 4, mutant="out of turn"))
+    assert run.codes == [1, 1]
+    assert any("KeyError" in text for text in run.output)
 
 
 def test_gradients_of_keys_and_values_are_summed_in_one_buffer() -> None:
@@ -190,21 +214,6 @@ def test_gradients_of_keys_and_values_are_summed_in_one_buffer() -> None:
             expected += later[index * slice_tokens : (index + 1) * slice_tokens].float()
         assert torch.equal(gradient, expected.bfloat16())
         assert gradient.untyped_storage().nbytes() == gradient.nbytes
-
-
-@pytest.mark.slow
-def test_every_named_schedule_and_option(farm: Farm) -> None:
-    slices = {name: case["slices"] for name, case in MORE.items()}
-    assert_equal(run_cases(farm, MORE), slices)
-
-
-def test_faults_between_slices_are_detected(reports: dict[str, dict[str, Any]]) -> None:
-    for name in MUTANTS:
-        difference = reports[name]["whole"]
-        if name == "out of turn":  # later slices have no call to slice
-            assert "KeyError" in difference["error"]
-        else:
-            assert difference["gradients"] > 1e-3, (name, difference)
 
 
 @pytest.mark.slow
@@ -359,9 +368,8 @@ def auto_options(tmp_path: Path, host: float, **settings: Any) -> Options:
 @pytest.mark.parametrize(("host", "chosen"), [(1.0, 4), (60.0, 1)])
 def test_auto_chooses_slices_for_a_run(tmp_path: Path, host: float, chosen: int) -> None:
     package_options = auto_options(tmp_path, host)
-    choice = check_features(
-        Settings(Namespace(seq_length=48), resolve_schedule(package_options, 2), package_options)
-    )
+    choice = resolve_schedule(package_options, 2)
+    choice = check_features(Settings(Namespace(seq_length=48), choice, package_options))
     assert choice.slices == (1, 2, 4, 8)
     schedule = Planner(choice).plan_step(2).schedule
     assert (schedule.slices, schedule.num_microbatches) == (chosen, 2 * chosen)
@@ -372,18 +380,17 @@ def test_auto_searches_only_valid_slice_counts(
 ) -> None:
     package_options = auto_options(tmp_path, 1.0)
     choice = resolve_schedule(package_options, 2)
+
+    def checked(**model: object) -> ScheduleChoice:
+        return check_features(Settings(Namespace(**model), choice, package_options))
+
     parts = {"sequence_parallel": True, "tensor_model_parallel_size": 2}
-    assert check_features(
-        Settings(Namespace(seq_length=24, **parts), choice, package_options)
-    ).slices == (1, 2, 4)
-    planner = Planner(check_features(Settings(Namespace(), choice, package_options)))
+    assert checked(seq_length=24, **parts).slices == (1, 2, 4)
+    planner = Planner(checked())
     planner.narrow_slices((1, 2))
     assert planner.plan_step(2).schedule.slices == 2
     caplog.set_level("INFO")
-    assert (
-        check_features(Settings(Namespace(context_parallel_size=2), choice, package_options)).slices
-        == 1
-    )
+    assert checked(context_parallel_size=2).slices == 1
     assert "microbatches stay whole: --pipeline-slices does not work with" in caplog.text
 
 
@@ -396,29 +403,25 @@ def test_planned_run_uses_one_slice_count(tmp_path: Path) -> None:
     assert options_in("schedule=auto,slices=auto") == {"schedule": "auto", "slices": "auto"}
 
 
-def test_forward_step_must_return_the_model_output() -> None:
-    def step(iterator: Any, model: Any) -> Any:
-        return model(torch.zeros(1, 8)) + 1, None
-
-    with pytest.raises(UnsupportedError, match="must call the model once and return its"):
-        Slices(2, 8).forward(0, False, 0, step)(None, Plain())
-
-
 class Plain(torch.nn.Module):
-    def forward(self, input_ids: torch.Tensor, labels: Any = None) -> torch.Tensor:
+    def forward(self, input_ids: Tensor, labels: Any = None) -> Tensor:
         return input_ids
 
 
 @pytest.mark.parametrize(
-    ("inputs", "message"),
+    ("change", "inputs", "message"),
     [
-        ({"labels": torch.zeros(1, 6)}, r"cannot slice labels, \(1, 6\), with which"),
-        ({"labels": "whole"}, "cannot slice labels, str, with which the model was called for 8 "),
+        (1, {}, "must call the model once and return its"),
+        (0, {"labels": torch.zeros(1, 6)}, r"cannot slice labels, \(1, 6\), with which"),
+        (0, {"labels": "whole"}, "cannot slice labels, str, with which the model was called for 8"),
     ],
 )
-def test_inputs_that_cannot_be_sliced_are_rejected(inputs: dict[str, Any], message: str) -> None:
+def test_forward_steps_that_cannot_be_sliced_are_rejected(
+    change: int, inputs: dict[str, Any], message: str
+) -> None:
     def step(iterator: Any, model: Any) -> Any:
-        return model(torch.zeros(1, 8), **inputs), None
+        output = model(torch.zeros(1, 8), **inputs)
+        return output + 1 if change else output, None
 
     with pytest.raises(UnsupportedError, match=message):
         Slices(2, 8).forward(0, False, 0, step)(None, Plain())
