@@ -157,3 +157,12 @@ def join_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name in sorted(tensors):
         parts.setdefault(name.partition("@")[0], []).append(tensors[name])
     return {name: torch.cat(rows) if rows[1:] else rows[0] for name, rows in parts.items()}
+
+
+def gradients_by_parameter(ranks: list[dict[str, Any]]) -> dict[tuple[str, int], Tensor]:
+    """Return the gradients of a library's ranks by name and tensor-parallel rank."""
+    return {
+        (name, rank["tensor_rank"]): value
+        for rank in ranks
+        for name, value in rank["gradients"].items()
+    }

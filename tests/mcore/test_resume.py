@@ -1,7 +1,9 @@
-"""A stopped, saved and resumed run is bitwise equal to an uninterrupted run."""
+"""Runs that stop, fail or hang: the report of each rank, and equal steps after a restart."""
 
+import re
 from pathlib import Path
 
+import pytest
 from mcore.farm import Farm, Train
 from mcore.parity import assert_same_tensors
 
@@ -40,3 +42,53 @@ def test_data_loaders_and_send_threads_end_with_the_trainer(farm: Farm) -> None:
     # Loader processes then ignore SIGTERM, so a trainer that does not stop them hangs at exit.
     flags = ("--pipeline-schedule", "v-half", "--num-workers", "1", "--exit-signal-handler")
     farm.run(2, *flags, plugin="plugins:leaves_nothing").check()
+
+
+STEPS = ("--train-iters", "4", "--num-layers", "4")
+FLAGS = {
+    "v-half": ("--pipeline-schedule", "v-half", *STEPS),
+    "v-zb, post-validated": (
+        *("--pipeline-schedule", "v-zb", "--optimizer-post-validation"),
+        *("--rerun-mode", "disabled", *STEPS),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["v-zb, post-validated", pytest.param("v-half", marks=pytest.mark.slow)]
+)
+def test_failed_step_leaves_no_state_and_the_retry_is_equal(
+    train: Train, farm: Farm, name: str
+) -> None:
+    flags = FLAGS[name]
+    plugin = "restarts"
+    settings = {"fails": "B3.4", "step": 3}
+    restarted = farm.run(2, *flags, "--inprocess-restart", plugin=plugin, given=settings).check()
+    uninterrupted = train(2, *flags)
+    assert all("the second try begins" in text for text in restarted.output)
+    assert sum("ended: FailedOnPurposeError" in text for text in restarted.output) == 1
+    for key in ("losses", "grad_norms"):
+        assert (
+            restarted.record[key][:2] == restarted.record[key][2:4]
+        )  # steps 1 and 2 of both attempts
+        assert restarted.record[key][2:] == uninterrupted.record[key]
+    assert_same_tensors(restarted.merged("parameters"), uninterrupted.merged("parameters"))
+
+
+TIMEOUT_S, STALL_S = 4, 10
+WAITS = re.compile(
+    r"TransportError: rank (\d) \(device \1\): [FB]\d\.\d (?:waits for|waits for a receive of) "
+    r".*(?:nothing has moved for 4 s|whose connection failed)"
+)
+
+
+def test_a_stalled_forward_is_reported_by_every_rank(farm: Farm) -> None:
+    flags = ("--pipeline-schedule", "v-half", "--pipeline-timeout", str(TIMEOUT_S))
+    run = farm.run(4, *flags, stall=f"F2.1 {STALL_S}")
+    assert run.codes == [1] * 4, run.output
+    for rank, text in enumerate(run.output):
+        match = WAITS.search(text)
+        assert match is not None, text[-2000:]
+        assert int(match[1]) == rank
+    message = "F3.1 waits for F2.1 from rank 2 (device 2), and nothing has moved for 4 s"
+    assert message in run.output[3]

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from mcore.farm import Farm, Train
-from mcore.parity import TWO, UNTIED, assert_same_training
+from mcore.parity import TWO, UNTIED, assert_same_training, gradients_by_parameter
 from mcore.rejections import megatron_choices
 from mcore.test_memory import FLAGS, memory_figures
-from mcore.test_packed import gradients_by_parameter
 from megatron.core.enums import Fp8Recipe
 from torch import Tensor
 

@@ -1,5 +1,9 @@
-"""Rules of the Transformer Engine adapter; `test_real_te` compares gradients of TE's layers."""
+"""The Transformer Engine adapter: its rules on fake layers, and gradients of TE's own layers.
 
+torch replaces the extension of TE's Python code (te_on_cpu).
+"""
+
+import json
 import logging
 import weakref
 from collections.abc import Callable
@@ -11,6 +15,7 @@ import pytest
 import torch
 from mcore import fake_te
 from mcore.fake_te import NUM_EXPERTS, SIZE
+from mcore.farm import Ended, Farm
 from torch import Tensor, nn
 
 from megatron_vshape.mcore.split import te_layers
@@ -300,3 +305,30 @@ def test_userbuffer_options_that_prevent_the_split(
     why = te_layers.why_unsplit(layer)
     assert (why is None) if reason is None else (reason in str(why))
     assert te_layers.use_job_stores(split_state(), [layer]) == (why is None)
+
+
+def results_of(run: Ended, rank: int) -> list[dict[str, object]]:
+    return [json.loads(line) for line in run.output[rank].splitlines() if line.startswith("{")]
+
+
+def test_split_gradients_equal_full_backward(te_farm: Farm) -> None:
+    results = results_of(te_farm.run(1, plugin="te_on_cpu", given=False).check(), 0)
+    assert [result for result in results if result.get("wrong")] == []
+    # 4 layers, and from 2.16 on fused experts, x 3 kinds of bias x fused x first, and not split;
+    # a layer of two parts, which is never fused; and the version
+    assert len(results) in (4 * 13 + 6 + 1, 5 * 13 + 6 + 1)
+
+
+def test_b_does_not_gather_inputs_of_w(te_farm: Farm) -> None:
+    """With sequence parallelism, B gathers only output gradients; W gathers inputs as well.
+
+    The second gather of a W overlaps with its first product.
+    """
+    run = te_farm.run(2, plugin="te_on_cpu", given=True).check()
+    gathers = {"F": 1, "BW": 2, "B": 1, "W": 2}
+    expected = [
+        {"case": case, "gathers": gathers, "wrong": [], "W": ["gather"] * 2 + ["product"] * 2}
+        for case in ("LayerNormLinear", "Linear")
+    ]
+    for rank in range(2):
+        assert results_of(run, rank) == expected, run.output[rank][-4000:]

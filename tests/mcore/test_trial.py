@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from mcore.farm import Farm, Train
+from mcore.farm import MODEL, Farm, Train
 from mcore.parity import UNTIED, assert_same_bits, losses
 
 from megatron_vshape.core.model.costs import Costs
@@ -18,6 +18,10 @@ from megatron_vshape.core.model.schedule import load_schedule
 from megatron_vshape.mcore.observe.profiling import NAMED, PLAN, RUNS, TURN, TURNS, Profiler, Trial
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.run_config import ScheduleChoice
+from megatron_vshape.rehearsal.command import words_by_flag
+from megatron_vshape.rehearsal.command_reader import read_command
+from megatron_vshape.tuning.training_run import TrainingLog
+from megatron_vshape.tuning.trial import WARM_UP, Variant, with_schedule
 
 GIB = 2**30
 
@@ -188,3 +192,33 @@ def test_pass_order_can_change_in_every_step(farm: Farm, replicas: int) -> None:
     assert len(orders) == 6
     for expected_run in (v_half_run, megatron_run):
         assert_same_bits(mixed_run, expected_run)
+
+
+RANKS = 4
+FLAGS = (*MODEL, UNTIED, "--clip-grad", "0", "--ckpt-format", "torch_dist")
+
+
+def test_schedules_train_from_one_checkpoint_with_equal_losses(farm: Farm, tmp_path: Path) -> None:
+    weights, board = tmp_path / "weights", tmp_path / "board"
+    farm.run(RANKS, *FLAGS, "--save", str(weights), "--save-interval", "1").check()
+    files = {path: path.stat().st_mtime_ns for path in weights.rglob("*")}
+    user_flags = ("--load", str(weights), "--save", str(weights), "--save-interval", "1")
+    user_flags += ("--tensorboard-dir", str(board), "--eval-iters", "3", "--eval-interval", "2")
+    sizes = ("--pipeline-model-parallel-size", str(RANKS), "--train-iters", "1000")
+    command = read_command(["pretrain_gpt.py", *FLAGS, *sizes, *user_flags])
+    losses = []
+    for name in ("1f1b", "v-half", "v-zb"):
+        flags = Variant(name, with_schedule(command, name)).command_of(2).flags
+        run = farm.run(RANKS, *flags, without=[*words_by_flag(MODEL)]).check()
+        log = TrainingLog(tmp_path / name)
+        log.path.write_text("\n".join(run.output))
+        log.update()
+        assert list(log.step_s) == list(range(1, WARM_UP + 3))
+        assert log.num_ranks == RANKS
+        assert set(log.peak_bytes) == set(range(RANKS))
+        assert "validation loss" not in log.path.read_text()
+        losses.append(log.losses)
+    assert losses[0].keys() == set(range(1, WARM_UP + 3))
+    assert losses[1:] == [losses[0]] * 2
+    assert {path: path.stat().st_mtime_ns for path in weights.rglob("*")} == files
+    assert not board.exists()

@@ -1,23 +1,29 @@
-"""The runner alone, on a single process and without a network."""
+"""The runner alone, on a single process and without a network; its labels in a trace."""
 
+import re
+import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 from posting import streams_of
-from runtime.plain_pipeline import gradients_of, one_process, stages_for
+from runtime.plain_pipeline import PlainStage, gradients_of, module_of, one_process, stages_for
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile
 
-from megatron_vshape.core.model.kinds import Kind
+from megatron_vshape.core.model.kinds import Kind, Read, define, remove
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import make
-from megatron_vshape.core.program.instructions import Message, Program, Run
+from megatron_vshape.core.program.instructions import Await, Message, Program, Run
 from megatron_vshape.core.program.lowering import lower
-from megatron_vshape.runtime.program_runner import Place, run_program
+from megatron_vshape.runtime import weight_jobs
+from megatron_vshape.runtime.program_runner import Handler, Place, run_drain, run_program
+from megatron_vshape.runtime.weight_jobs import job_text, label, name_weights
 
 
 class NoCarrier:
@@ -193,3 +199,140 @@ def test_every_result_is_freed_after_its_send() -> None:
     run_program(lower(make("1f1b", 3, 5)), 1, {1: stage}, NoCarrier())
     assert len(stage.made) == 10
     assert stage.num_alive() == 0
+
+
+LABEL = re.compile(r"(wait )?(F|B|W|BW)\d+\.\d+|job .+")
+
+
+class Shown(NamedTuple):
+    """A label in a trace, with its times in us."""
+
+    name: str
+    start: float
+    end: float
+
+
+def shown(trace: profile) -> list[Shown]:
+    """Return the labels of the trace in the order in which they begin."""
+    intervals = [
+        Shown(event.name, event.time_range.start, event.time_range.end)
+        for event in trace.events()
+        if LABEL.fullmatch(event.name)
+    ]
+    return sorted(intervals, key=lambda interval: (interval.start, -interval.end))
+
+
+def row_of(program: Program, device: int) -> list[str]:
+    """Return the expected labels of a device's row, without its weight jobs."""
+    texts = []
+    for instruction in program.instructions[device]:
+        if isinstance(instruction, Run):
+            texts.append(str(instruction.work))
+        elif isinstance(instruction, Await):
+            texts.append(f"wait {instruction.message.work}")
+    return texts
+
+
+def test_drain_shows_its_waits() -> None:
+    row = lower(make("v-half", 2, 3)).instructions[0]
+    waits = [instruction for instruction in row if isinstance(instruction, Await)]
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        run_drain(waits, NoCarrier(), torch.zeros(1))
+    assert [interval.name for interval in shown(trace)] == [
+        f"wait {instruction.message.work}" for instruction in waits
+    ]
+
+
+def test_no_label_is_created_without_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    record_function = weight_jobs.record_function
+
+    def counted(name: str) -> Any:
+        calls.append(name)
+        return record_function(name)
+
+    def text_of(number: int) -> str:
+        calls.append("text")
+        return str(number)
+
+    monkeypatch.setattr(weight_jobs, "record_function", counted)
+    program = lower(make("v-half", 2, 3))
+
+    def run() -> None:
+        run_program(program, 0, Everywhere(), NoCarrier())
+        with label(text_of, 7):
+            pass
+
+    run()
+    assert calls == []
+    with profile(activities=[ProfilerActivity.CPU]):
+        run()
+    assert calls == [*row_of(program, 0), "text", "7"]
+    run()
+    assert len(calls) == len(row_of(program, 0)) + 2
+
+
+def test_job_has_the_name_of_its_first_weight() -> None:
+    module = module_of(0, torch.float32)
+    weights = [module[2].weight, module[0].weight]
+    assert job_text(weights) == "job 8x16"
+    name_weights(module)
+    assert job_text(weights) == "job 2"
+    assert job_text([module[0].bias]) == "job 0.bias"
+    assert job_text([]) == "job"
+
+
+MICROBATCHES = 3
+
+
+def test_handler_methods_run_in_program_order() -> None:
+    met = define(Kind("M", label="meeting", method="none", reads=(Read("F"),), is_collective=True))
+    copy = define(
+        Kind("K", label="copy", method="none", reads=(Read("F"),), before=("B",), resource="l")
+    )
+    try:
+        plain = make("v-half", 1, MICROBATCHES)
+        row = [
+            handled
+            for work in plain.order[0]
+            for handled in (
+                (work, work._replace(kind=met), work._replace(kind=copy))
+                if work.kind is Kind.F
+                else (work,)
+            )
+        ]
+        events: list[tuple[str, Pass, bool]] = []
+
+        def note(what: str) -> Any:
+            main = threading.main_thread()
+            return lambda work: events.append((what, work, threading.current_thread() is main))
+
+        handlers = {
+            met: Handler(note("run"), join=note("join")),
+            copy: Handler(note("run"), prepare=note("prepare")),
+        }
+        program = lower(replace(plain, order=(tuple(row),)))
+        stages = {
+            stage_index: PlainStage(stage_index, 2, 0, torch.float32) for stage_index in range(2)
+        }
+        run_program(program, 0, stages, cast(Any, NoCarrier()), handlers=handlers)
+        for kind, first in ((met, "join"), (copy, "prepare")):
+            events_of_kind = [
+                (what, work.stage, work.microbatch) for what, work, _ in events if work.kind is kind
+            ]
+            turns = [work[1:] for work in row if work.kind is kind]
+            assert [event for event in events_of_kind if event[0] == first] == [
+                (first, *position) for position in turns
+            ]
+            assert [event for event in events_of_kind if event[0] == "run"] == [
+                ("run", *position) for position in turns
+            ]
+        assert all(
+            on_main == (work.kind is met or what == "prepare") for what, work, on_main in events
+        )
+        expected, _ = one_process(2, MICROBATCHES, 0, torch.float32)
+        for stage_index, stage in stages.items():
+            assert all(map(torch.equal, gradients_of(stage.module), expected[stage_index]))
+    finally:
+        remove(copy)
+        remove(met)

@@ -176,3 +176,13 @@ def test_lookups_and_their_gradient_equal_the_unsplit_embedding(dtype: torch.dty
     expected.index_add_(0, tokens.flatten(), gradients.flatten(0, 1))
     total = torch.cat([shard.main_grad for shard in shards])  # type: ignore[attr-defined]
     torch.testing.assert_close(total, expected)
+
+
+def test_live_bytes_peak_inside_an_expression() -> None:
+    with LivePeak() as live_bytes:
+        values = torch.ones(100)
+        live_bytes.reset_peak_memory_stats()
+        assert live_bytes.max_memory_allocated() == live_bytes.memory_allocated() == 400
+        result = (values + 1).sum()
+        assert live_bytes.memory_allocated() == 400 + result.nbytes
+        assert live_bytes.max_memory_allocated() == pytest.approx(800, abs=8)
