@@ -45,6 +45,16 @@ def matrix(shapes: Iterable[str]) -> list[tuple[str, str]]:
     ]
 
 
+def cases_of(
+    shapes: Mapping[str, Mapping[str, Any]], pairs: Iterable[tuple[str, str]], **common: Any
+) -> dict[str, dict[str, Any]]:
+    """Return the stock runs of all shapes, and the runs of the pairs of shape and schedule."""
+    return {
+        f"{shape}: {schedule}": {"schedule": schedule, **common, **shapes[shape]}
+        for shape, schedule in (*((shape, "stock") for shape in shapes), *pairs)
+    }
+
+
 def tolerance_of(schedule: str) -> float:
     """Return the tolerance for differences of results in three steps.
 
@@ -100,9 +110,15 @@ class Runs:
         """Return the output of all ranks of a case."""
         return (self.folder / case / "said").read_text()
 
-    def compare(self, case: str, plain: str, tolerance: float = 2e-6) -> None:
-        """Print how far a case is from another, and raise where that is too far on any rank."""
+    def compare(
+        self, case: str, plain: str, tolerance: float = 2e-6, chunks: int | None = None
+    ) -> None:
+        """Print how far a case is from another, and raise where that is too far on any rank.
+
+        Each rank of the case has this number of chunks.
+        """
         records, baseline_records = self.records_of(case), self.records_of(plain)
+        assert chunks is None or [record["chunks"] for record in records] == [chunks] * RANKS
         deviations: dict[str, float] = {}
         for record, baseline_record in zip(records, baseline_records, strict=True):
             for key in record:

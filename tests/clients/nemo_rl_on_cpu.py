@@ -5,13 +5,11 @@ Everything runs except Ray, which would start the worker, and the inference engi
 
 from __future__ import annotations
 
-import importlib.machinery
 import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import on_cpu
 
@@ -192,10 +190,7 @@ def learn(worker: Any, data: Any, loss: Any, streams: bool) -> list[Any]:
 
 def without_ray() -> None:
     """Replace Ray, NVIDIA's tools and hardware queries that a worker uses at its start."""
-    for name in ABSENT.split():
-        absent = MagicMock()
-        absent.__spec__, absent.__path__ = importlib.machinery.ModuleSpec(name, None), []
-        sys.modules.setdefault(name, absent)
+    on_cpu.mock_packages(ABSENT)
     import ray
     import transformers
 

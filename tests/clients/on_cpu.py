@@ -6,6 +6,7 @@ of its attention kernels. The libraries detect GPUs, but allocate nothing there.
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -14,6 +15,7 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 import torch.nn.functional as functional
@@ -167,6 +169,14 @@ def make_data(folder: Path) -> tuple[str, str]:
                 json.dumps({"messages": messages, "rejected_response": rejected}) + "\n"
             )
     return str(plain), str(paired)
+
+
+def mock_packages(names: str) -> None:
+    """Have a library import, which names packages that are not here and that nothing calls."""
+    for name in names.split():
+        absent = MagicMock()
+        absent.__spec__, absent.__path__ = importlib.machinery.ModuleSpec(name, None), []
+        sys.modules.setdefault(name, absent)
 
 
 def stand_in_for(*absent: str) -> None:

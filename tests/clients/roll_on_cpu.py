@@ -6,13 +6,11 @@ would start is missing.
 
 from __future__ import annotations
 
-import importlib.machinery
 import os
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import on_cpu
 
@@ -174,14 +172,6 @@ def exported(folder: str) -> dict[str, torch.Tensor]:
     return weights
 
 
-def without_engines() -> None:
-    """Have ROLL import, which names inference engines and services of a cluster."""
-    for name in ABSENT.split():
-        absent = MagicMock()
-        absent.__spec__, absent.__path__ = importlib.machinery.ModuleSpec(name, None), []
-        sys.modules.setdefault(name, absent)
-
-
 def adapt_to_newer_transformers() -> None:
     """Drop ROLL's training arguments that newer versions of transformers have removed."""
     from dataclasses import fields
@@ -199,7 +189,7 @@ if __name__ == "__main__":
     root = os.environ["ROLL"]
     sys.path[:0] = [root, f"{root}/mcore_adapter/src"]
     os.environ["ROLL_LOG_DIR"] = sys.argv[1]
-    without_engines()
+    on_cpu.mock_packages(ABSENT)
     on_cpu.replace_attention()
     adapt_to_newer_transformers()
     import roll.pipeline.base_worker  # noqa: F401  imported once

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.machinery
 import inspect
 import os
 import sys
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import on_cpu
 
@@ -134,14 +132,6 @@ def sleep_and_wake() -> int:
     return asleep
 
 
-def without_engines() -> None:
-    """Have slime import, which names an inference engine at the top of its files."""
-    for name in ABSENT.split():
-        absent = MagicMock()
-        absent.__spec__, absent.__path__ = importlib.machinery.ModuleSpec(name, None), []
-        sys.modules.setdefault(name, absent)
-
-
 def adapt_to_this_megatron() -> None:
     """Drop arguments of slime's calls that this release of Megatron-Core does not support."""
     from slime.backends.megatron_utils import model_provider
@@ -162,7 +152,7 @@ def adapt_to_this_megatron() -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, os.environ["SLIME"])
-    without_engines()
+    on_cpu.mock_packages(ABSENT)
     on_cpu.replace_attention()
 
     adapt_to_this_megatron()

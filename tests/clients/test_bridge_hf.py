@@ -30,8 +30,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.mark.parametrize(("phase", "schedule"), CASES)
 def test_training_and_export_equal_1f1b(runs: Runs, phase: str, schedule: str) -> None:
     """Losses, norms, evaluations and the model as Hugging Face has it."""
-    runs.compare(f"{phase}: {schedule}", f"{phase}: stock", tolerance_of(schedule))
+    runs.compare(f"{phase}: {schedule}", f"{phase}: stock", tolerance_of(schedule), chunks=2)
     records = runs.records_of(f"{phase}: {schedule}")
-    assert [record["chunks"] for record in records] == [2] * 4
     assert len(records[-1]["logged"]) == 3
     assert "model.embed_tokens.weight" in records[0]["exported"]

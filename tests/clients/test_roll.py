@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from clients.launching import SHARED, Runs, checkout_of, matrix, python_of, run
+from clients.launching import SHARED, Runs, cases_of, checkout_of, matrix, python_of, run
 from clients.on_cpu import make_model
 
 python_of("verl")  # which has the other imports of ROLL
@@ -18,10 +18,7 @@ MATRIX = [case for case in matrix(SHAPES) if SHARED not in case]  # whose rows i
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("roll")
     model = make_model(folder / "model")
-    cases = {
-        f"{shape}: {schedule}": {"schedule": schedule, "model": model, **SHAPES[shape]}
-        for shape, schedule in (*((shape, "stock") for shape in SHAPES), *MATRIX)
-    }
+    cases = cases_of(SHAPES, MATRIX, model=model)
     interleaved = {"schedule": "stock", "strategy": CHUNKS}
     cases["interleaved: stock"] = {"model": model, **interleaved}
     cases["chunks asked for: v-half"] = {"model": model, **interleaved, "schedule": "v-half"}
@@ -31,8 +28,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.mark.parametrize(("shape", "schedule"), MATRIX)
 def test_inference_log_and_weights_equal_1f1b(runs: Runs, shape: str, schedule: str) -> None:
     """Log-probabilities, entropy and metrics where ROLL collects them, and exported weights."""
-    runs.compare(f"{shape}: {schedule}", f"{shape}: stock")
-    assert [record["chunks"] for record in runs.records_of(f"{shape}: {schedule}")] == [2] * 4
+    runs.compare(f"{shape}: {schedule}", f"{shape}: stock", chunks=2)
 
 
 def test_interleaving_of_the_user_is_replaced(runs: Runs) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from clients.launching import SHARED, Runs, matrix, python_of, run, tolerance_of
+from clients.launching import SHARED, Runs, cases_of, matrix, python_of, run, tolerance_of
 from clients.on_cpu import make_data, make_model
 
 python_of("swift")
@@ -30,10 +30,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     dialogues, preferences = make_data(folder)
     usual = {"model": make_model(folder / "model"), "dialogues": dialogues}
     usual["preferences"] = preferences
-    cases = {
-        f"{shape}: {schedule}": {"schedule": schedule, **usual, **SHAPES[shape]}
-        for shape, schedule in (*((shape, "stock") for shape in SHAPES), *MATRIX)
-    }
+    cases = cases_of(SHAPES, MATRIX, **usual)
     all_runs = folder / "runs"
     for saves in SAVES:
         checkpoint = f"{all_runs}/SFT: {saves}/run/checkpoint-3"
@@ -55,9 +52,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def test_log_and_checkpoint_equal_1f1b(runs: Runs, shape: str, schedule: str) -> None:
     """Losses, norms and evaluations as the user reads them, and the weights."""
     runs.compare(f"{shape}: {schedule}", f"{shape}: stock", tolerance_of(schedule))
-    assert (
-        len(runs.records_of(f"{shape}: {schedule}")[-1]["logged"]) >= 4
-    )  # three steps, an evaluation
+    logged = runs.records_of(f"{shape}: {schedule}")[-1]["logged"]
+    assert len(logged) >= 4  # three steps, an evaluation
 
 
 @pytest.mark.parametrize(

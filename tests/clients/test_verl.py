@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from clients.launching import SHARED, Runs, matrix, python_of, run, tolerance_of
+from clients.launching import SHARED, Runs, cases_of, matrix, python_of, run, tolerance_of
 from clients.on_cpu import make_model
 
 from megatron_vshape.rehearsal.command_reader import read_command
@@ -27,10 +27,7 @@ MATRIX = [*matrix(SHAPES), *((shape, SHARED) for shape in ("padded", "packed, tw
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("verl")
     model = make_model(folder / "model")
-    cases = {
-        f"{shape}: {schedule}": {"schedule": schedule, "model": model, **SHAPES[shape]}
-        for shape, schedule in (*((shape, "stock") for shape in SHAPES), *MATRIX)
-    }
+    cases = cases_of(SHAPES, MATRIX, model=model)
     for schedule in SAVES:
         offloads = {"steps": 2, "offloads": True}
         cases[f"offloaded: {schedule}"] = {"schedule": schedule, "model": model, **offloads}
@@ -52,8 +49,7 @@ RESUMED = tuple((saves, resumes) for saves in SAVES for resumes in SAVES)
 @pytest.mark.parametrize(("shape", "schedule"), MATRIX)
 def test_results_equal_verl_with_1f1b(runs: Runs, shape: str, schedule: str) -> None:
     """Log-probabilities, entropy, values, losses, norms where verl collects them, and weights."""
-    runs.compare(f"{shape}: {schedule}", f"{shape}: stock", tolerance_of(schedule))
-    assert [record["chunks"] for record in runs.records_of(f"{shape}: {schedule}")] == [2] * 4
+    runs.compare(f"{shape}: {schedule}", f"{shape}: stock", tolerance_of(schedule), chunks=2)
 
 
 @pytest.mark.parametrize(("saves", "resumes"), RESUMED[1:])

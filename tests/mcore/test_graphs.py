@@ -26,7 +26,7 @@ from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.paper.catalogue import NAMES
 from megatron_vshape.mcore.options import Options
-from megatron_vshape.mcore.refusals import UnsupportedError, check_config, check_split_graphs
+from megatron_vshape.mcore.refusals import UnsupportedError, check_split_graphs
 from megatron_vshape.mcore.setup.configure import _splits_graphs
 from megatron_vshape.mcore.setup.plans import Planner
 from megatron_vshape.mcore.setup.run_config import ScheduleChoice
@@ -80,14 +80,6 @@ SIGNS = {Kind.F: 1, Kind.B: -1, Kind.BW: -1}
 
 MODULES = "--cuda-graph-scope" if core.__version__.startswith("0.17.") else "--cuda-graph-modules"
 slow = pytest.mark.slow
-
-
-@pytest.mark.parametrize("settings", [{"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}])
-def test_the_graphs_that_megatron_captures_are_rejected(settings: dict[str, object]) -> None:
-    with pytest.raises(UnsupportedError, match="Use --cuda-graph-impl transformer_engine"):
-        check_config(SimpleNamespace(**settings))
-    disabled = {"cuda_graph_impl": "transformer_engine", "enable_cuda_graph": False}
-    check_config(SimpleNamespace(**disabled))
 
 
 TE = "--transformer-impl transformer_engine --attention-backend unfused"

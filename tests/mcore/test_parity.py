@@ -221,7 +221,11 @@ DAILY = {
     "DP, sharded optimizer, overlap": Case("v-half", f"{TWO} {UNTIED} {PIPELINE} {BOTH_OVERLAPS}"),
     "TP": Case("v-half", f"{TWO} {UNTIED} {PIPELINE} {TENSOR}"),
     "CP, EP": parallel("CP, EP"),
-    "interleaved-1f1b": Case("interleaved-1f1b", f"{TWO} {UNTIED}"),
+    "interleaved-1f1b": Case(
+        "interleaved-1f1b",
+        f"{TWO} {UNTIED}",
+        lines=("Number of virtual stages per pipeline stage: 2",),
+    ),
     **{
         name: Case(name, f"{TWO} {UNTIED}")
         for name in ("grouped-interleaved-1f1b", "zb-h1", "1f1b-v")

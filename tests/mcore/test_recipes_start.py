@@ -101,6 +101,18 @@ TABLE: list[tuple[dict[str, Any], str | None]] = [
     ({"use_megatron_fsdp": True}, "--use-megatron-fsdp: it supports DDP only. Use DDP"),
     ({"moe_paged_stash": True, "rampup_batch_size": [1, 1, 9]}, "with --moe-paged-stash does not"),
     ({"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards above"),
+    (
+        {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]},
+        "v-half does not work with --cuda-graph-scope full_iteration: a schedule synchronizes",
+    ),
+    (
+        {"rl_inference_tensor_model_parallel_size": 1},
+        "--rl-inference-tensor-model-parallel-size: a second model",
+    ),
+    (
+        {"pipeline_model_parallel_comm_backend": "ucc"},
+        "--pipeline-model-parallel-comm-backend ucc",
+    ),
     ({"account_for_loss_in_pipeline_split": True, "num_layers": 15}, None),
     (
         {
@@ -171,6 +183,7 @@ def test_doctor_reports_the_expected_reason(changed: dict[str, Any], why: str | 
     else:
         assert by_training in by_doctor
         assert why in str(by_training)
+        assert "\n" not in str(by_training)
 
 
 def generate_options(count: int) -> Iterator[dict[str, Any]]:

@@ -22,7 +22,6 @@ from megatron_vshape.mcore.refusals import (
     UnsupportedError,
     check_arguments,
     check_config,
-    check_derived,
 )
 from megatron_vshape.mcore.setup.configure import pipeline_from_args, recomputed_inputs
 from megatron_vshape.mcore.setup.megatron_schedules import megatrons_own
@@ -84,32 +83,6 @@ def test_unsplit_layers_are_logged_with_the_reason(caplog: pytest.LogCaptureFixt
     }
 
 
-@pytest.mark.parametrize(
-    ("option", "text"),
-    [
-        (
-            {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]},
-            "--cuda-graph-scope full_iteration: a schedule synchronizes",
-        ),
-        (
-            {"rl_inference_tensor_model_parallel_size": 1},
-            "--rl-inference-tensor-model-parallel-size: a second model",
-        ),
-        (
-            {"pipeline_model_parallel_comm_backend": "ucc"},
-            "--pipeline-model-parallel-comm-backend ucc",
-        ),
-    ],
-)
-def test_unsupported_options_are_rejected(option: dict[str, Any], text: str) -> None:
-    args: Any = SimpleNamespace(**({"transformer_impl": "local"} | option))
-    with pytest.raises(UnsupportedError) as refused:
-        check_arguments(args, "v-half", V)
-    message = str(refused.value)
-    assert message.startswith(f"--pipeline-schedule v-half does not work with {text}")
-    assert "\n" not in message
-
-
 def test_megatron_rl_requires_one_chunk_in_rank_order() -> None:
     args: Any = SimpleNamespace(
         transformer_impl="local",
@@ -130,17 +103,6 @@ def test_megatron_rl_requires_one_chunk_in_rank_order() -> None:
     )
     with pytest.raises(UnsupportedError, match="--context-parallel-size 2 together: a second"):
         check_arguments(args, "zb-h1", looping(4, 1))
-
-
-def test_weight_shards_are_rejected_after_validation() -> None:
-    args: Any = SimpleNamespace(
-        transformer_impl="local", distributed_backend="gloo", gtp_weight_remat_size=2
-    )
-    check_arguments(args, "v-half", V)
-    with pytest.raises(UnsupportedError, match="--tensor-parallel-num-weight-shards above"):
-        check_derived(args, "v-half")
-    args.gtp_weight_remat_size = 1
-    check_derived(args, "v-half")
 
 
 def test_recomputed_inputs_are_listed() -> None:
@@ -169,11 +131,14 @@ def test_unused_options_on_one_rank_are_logged(caplog: pytest.LogCaptureFixture)
 def test_unsupported_config_fields_are_rejected() -> None:
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     check_config(config)
+    check_config(SimpleNamespace(cuda_graph_impl="transformer_engine", enable_cuda_graph=False))
     post_validation.check_config(config)
     for name, value, option in (
         ("delay_wgrad_compute", True, "--delay-wgrad-compute"),
         ("defer_embedding_wgrad_compute", True, "defer_embedding_wgrad_compute: the layers are"),
         ("num_microbatches_with_partial_activation_checkpoints", 2, "num_microbatches_with_"),
+        ("cuda_graph_impl", "local", "--cuda-graph-impl local: .* Use --cuda-graph-impl transf"),
+        ("enable_cuda_graph", True, ".*Use --cuda-graph-impl transformer_engine"),
     ):
         config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
         setattr(config, name, value)

@@ -112,11 +112,6 @@ def test_mcore_bridge_model_is_rejected() -> None:
         pipeline_from_config(config, options)
 
 
-def test_option_has_no_effect_with_megatron_schedules(farm: Farm) -> None:
-    ended = farm.run(2, "--pipeline-schedule", "1f1b", SHARED)
-    assert "--pipeline-vocab-parallel has no effect with 1f1b" in ended.output[0]
-
-
 def test_vocabulary_is_padded_to_a_multiple_of_the_ranks(farm: Farm) -> None:
     flags = ("--num-layers", "12", "--global-batch-size", "4", UNTIED)
     ended = farm.run(3, "--pipeline-schedule", "v-half", SHARED, *STEPS, *flags).check()

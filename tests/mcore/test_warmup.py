@@ -301,15 +301,3 @@ def test_unsupported_options_are_rejected(changes: dict[str, Any], message: str)
         setattr(choice if hasattr(choice, name) else settings.model, name, value)
     with pytest.raises(UnsupportedError, match=message):
         FEATURE.check(settings)
-
-
-REJECTED = {
-    "--optimizer-post-validation --rerun-mode disabled": "does not support --optimizer-post-val",
-}
-
-
-@pytest.mark.parametrize("flags", REJECTED)
-def test_state_that_cannot_be_restored_is_rejected(farm: Farm, flags: str) -> None:
-    run = farm.run(2, *STEPS, "--pipeline-schedule", "v-zb", WARMUP, *flags.split())
-    assert all(run.codes)
-    assert any(REJECTED[flags] in text for text in run.output)
