@@ -53,13 +53,15 @@ def packed_params(**fields: Any) -> Any:
     return SimpleNamespace(cu_seqlens_q=torch.tensor([0, 3, 8]), **fields)
 
 
+def warnings_of_cases(rank: int) -> list[list[str]]:
+    """Return the warnings of one of two ranks, each of which has a stage, in every case."""
+    return [two_steps(rank, *case) for *case, _ in CASES]
+
+
 def two_steps(
-    rank: int,
-    passes_on: tuple[Any, Any],
-    by_place: bool,
-    mixer: type[nn.Module] | None = None,
+    rank: int, passes_on: tuple[Any, Any], by_place: bool, mixer: type[nn.Module] | None
 ) -> list[str]:
-    """Return the warnings of one of two ranks, each of which has a stage."""
+    """Return the warnings of two steps."""
     texts: list[str] = []
     first_step.logger.warning = texts.append  # type: ignore[assignment,method-assign]
     chunk = Chunk() if mixer is None or rank == 0 else RecurrentChunk(mixer)
@@ -90,51 +92,44 @@ ONE_SEQUENCE = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 8]), seq_idx=None)
 UNPACKED = "stages 1 were called without packed_seq_params for microbatches"
 
 
-@pytest.mark.parametrize(
-    ("passes_on", "by_place", "mixer", "start"),
-    [
-        ((True, False), False, None, UNPACKED),
-        ((True, False), True, None, UNPACKED),
-        ((True, True), False, None, ""),
-        ((False, False), False, None, ""),
-        *(((PACKED, None), False, mixer, UNPACKED) for mixer in (MambaMixer, GatedDeltaNet)),
-        *(((PACKED, PACKED), False, mixer, "") for mixer in (MambaMixer, GatedDeltaNet)),
-        (
-            (UNNUMBERED, UNNUMBERED),
-            False,
-            MambaMixer,
-            "stages 1 have Mamba layers and were called with packed_seq_params",
-        ),
-        # Other layers do not read it, and one sequence has no borders.
-        ((UNNUMBERED, UNNUMBERED), False, GatedDeltaNet, ""),
-        ((ONE_SEQUENCE, ONE_SEQUENCE), False, MambaMixer, ""),
-    ],
-)
-def test_stages_with_and_without_sequence_borders(
-    farm: Farm,
-    passes_on: tuple[Any, Any],
-    by_place: bool,
-    mixer: type[nn.Module] | None,
-    start: str,
-) -> None:
-    first, second = run_ranks(farm, 2, two_steps, passes_on, by_place, mixer)
-    assert first == second  # so that all ranks end
-    assert len(first) == bool(start)
-    assert not start or first[0].startswith(start)
+CASES: list[tuple[tuple[Any, Any], bool, type[nn.Module] | None, str]] = [
+    ((True, False), False, None, UNPACKED),
+    ((True, False), True, None, UNPACKED),
+    ((True, True), False, None, ""),
+    ((False, False), False, None, ""),
+    *(((PACKED, None), False, mixer, UNPACKED) for mixer in (MambaMixer, GatedDeltaNet)),
+    *(((PACKED, PACKED), False, mixer, "") for mixer in (MambaMixer, GatedDeltaNet)),
+    (
+        (UNNUMBERED, UNNUMBERED),
+        False,
+        MambaMixer,
+        "stages 1 have Mamba layers and were called with packed_seq_params",
+    ),
+    # Other layers do not read it, and one sequence has no borders.
+    ((UNNUMBERED, UNNUMBERED), False, GatedDeltaNet, ""),
+    ((ONE_SEQUENCE, ONE_SEQUENCE), False, MambaMixer, ""),
+]
+"""Packed sequences by rank, passed by position or by name; a layer of rank 1; and the warning."""
+
+
+def test_stages_with_and_without_sequence_borders(farm: Farm) -> None:
+    pairs = zip(*run_ranks(farm, 2, warnings_of_cases), strict=True)
+    for (first, second), (*case, start) in zip(pairs, CASES, strict=True):
+        assert first == second  # so that all ranks end
+        assert len(first) == bool(start), case
+        assert not start or first[0].startswith(start)
 
 
 def test_microbatches_of_one_sequence_may_be_unpacked_on_all_stages() -> None:
-    packed_and_unpacked, unpacked = frozenset({True, False}), frozenset({False})
-    check_packed([_StageFindings(stage, 0, packed_and_unpacked) for stage in range(3)])
-    check_packed(
-        [_StageFindings(0, 0, packed_and_unpacked), _StageFindings(1, 0, frozenset())]
-    )  # no attention
+    def check(*packed: set[bool]) -> None:
+        check_packed([_StageFindings(stage, 0, frozenset(s)) for stage, s in enumerate(packed)])
+
+    check({True, False}, {True, False}, {True, False})
+    check({True, False}, set())  # no attention
     with pytest.raises(UnsupportedError, match="^stages 0, 1 were called without"):
-        check_packed([_StageFindings(0, 0, packed_and_unpacked), _StageFindings(1, 0, unpacked)])
+        check({True, False}, {False})
     with pytest.raises(UnsupportedError, match="^stages 0 were called without"):
-        check_packed(
-            [_StageFindings(0, 0, packed_and_unpacked), _StageFindings(1, 0, frozenset({True}))]
-        )
+        check({True, False}, {True})
 
 
 def test_frozen_embedding_under_full_recompute_is_logged(farm: Farm) -> None:

@@ -46,7 +46,7 @@ class RunResults(NamedTuple):
     first: dict[str, Any]  # all that the first rank has kept
     read: list[dict[str, Any]]  # of every rank: of every step, what it reads in each known way
     logit_results: list[Any]  # by step: the results that the last rank computes from logits
-    received_lengths: list[Any]  # by rank and step: the lengths that the first stage receives
+    received_lengths: list[list[int]]  # by step: the lengths that the first stage receives
 
 
 def join_records(records: list[dict[str, Any]]) -> RunResults:
@@ -63,7 +63,7 @@ def join_records(records: list[dict[str, Any]]) -> RunResults:
         first=records[0],
         read=[record.get("read", {}) for record in records],
         logit_results=records[-1].get("made", []),
-        received_lengths=[record.get("seen", []) for record in records],
+        received_lengths=next((r["seen"] for r in records if any(r.get("seen", ()))), []),
     )
 
 
@@ -76,6 +76,17 @@ def assert_equal_results(package_run: RunResults, megatron_run: RunResults) -> N
         if expected:  # no gradients are complete on a rank of a distributed optimizer
             assert_close_tensors(tensors, expected, rtol=1e-5, atol=1e-6)
         assert tensors.keys() == expected.keys()
+
+
+def assert_equal_outputs(
+    package_run: RunResults, megatron_run: RunResults, names: Sequence[str]
+) -> None:
+    """Compare the outputs of these names that the last rank computes from logits."""
+    assert list(map(len, package_run.logit_results)) == [8, 4, 8]
+    runs = (sum(run.logit_results, []) for run in (package_run, megatron_run))
+    for results, expected in zip(*runs, strict=True):
+        for name in names:
+            torch.testing.assert_close(results[name], expected[name], rtol=1e-6, atol=2e-6)
 
 
 STOCK_RUNS: dict[str, RunResults] = {}
@@ -156,17 +167,13 @@ def test_results_are_on_the_ranks_that_libraries_read(farm: Farm, schedule: str)
     """On the ranks of two replicas, with every reader that `callers` lists."""
     plain = run_library(farm, "any", None, ranks=REPLICATED, pipeline=2)
     package_run = run_library(farm, "any", schedule, ranks=REPLICATED, pipeline=2)
-    for rank, (package_results, megatron_results) in enumerate(
-        zip(package_run.read, plain.read, strict=True)
-    ):
-        assert (
-            package_results.keys()
-            == megatron_results.keys()
-            >= {caller.reader for caller in CALLERS if caller.reader}
-        )
-        for reader, steps in package_results.items():
-            for mine, expected in zip(steps, megatron_results[reader], strict=True):
-                assert mine == pytest.approx(expected, abs=1e-6), f"{reader} on rank {rank}"
+    readers = {caller.reader for caller in CALLERS if caller.reader}
+    pairs = zip(package_run.read, plain.read, strict=True)
+    for rank, (results, expected_results) in enumerate(pairs):
+        assert results.keys() == expected_results.keys() >= readers
+        for reader, steps in results.items():
+            for step, expected in zip(steps, expected_results[reader], strict=True):
+                assert step == pytest.approx(expected, abs=1e-6), f"{reader} on rank {rank}"
 
 
 @pytest.mark.parametrize("schedule", BOTH)
@@ -222,18 +229,10 @@ SLIME = (
 def test_a_library_with_megatrons_parser(farm: Farm, parsing: str) -> None:
     """By flags in one process, and by `register` where another one validates the arguments."""
     plain = run_library(farm, "slime", None, SLIME, ranks=REPLICATED, apart=False)
-    flags, options = ["--pipeline-schedule", "v-half"], {}
-    if parsing == "apart":
-        flags, options = [], {"schedule": "v-half"}
-    package_run = run_library(
-        farm,
-        "slime",
-        "v-half",
-        [*SLIME, *flags],
-        options=options,
-        ranks=REPLICATED,
-        apart=parsing == "apart",
-    )
+    apart = parsing == "apart"
+    flags = [*SLIME, *(() if apart else ("--pipeline-schedule", "v-half"))]
+    run_options = {"options": {"schedule": "v-half"} if apart else {}, "apart": apart}
+    package_run = run_library(farm, "slime", "v-half", flags, ranks=REPLICATED, **run_options)
     assert (plain.chunks, package_run.chunks) == (1, 2)
     assert_equal_results(package_run, plain)
 

@@ -1,15 +1,15 @@
 """Every option of a run is defined once; flag, keyword, variable and messages follow from it."""
 
-import json
 import re
-import subprocess
-import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import Any
 
 import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
 
 import megatron_vshape
+from megatron_vshape.mcore.hooks import registry
 from megatron_vshape.mcore.options import (
     OPTIONS,
     TRACE_STEPS,
@@ -21,6 +21,7 @@ from megatron_vshape.mcore.options import (
     options_of,
     with_keywords,
 )
+from megatron_vshape.mcore.refusals import RefusedError
 
 GIVEN: dict[str, tuple[str, Any]] = {
     "schedule": ("v-zb", "v-zb"),
@@ -103,25 +104,7 @@ def test_trace_option_enables_profiling() -> None:
     assert options.flags_for_ours() == ["--pipeline-trace"]
 
 
-PROGRAM = """
-import json, sys
-import torch
-import megatron_vshape
-from megatron.core.transformer import TransformerConfig
-
-for options, config in json.loads(sys.argv[1]):
-    megatron_vshape.register(**options)
-    try:
-        TransformerConfig(
-            num_layers=8, hidden_size=8, num_attention_heads=1, pipeline_model_parallel_size=2,
-            pipeline_dtype=torch.float32, **config,
-        )
-    except SystemExit as error:
-        print(error.code, error.why, sep="\\n")
-    megatron_vshape.unregister()
-"""
-
-CASES = {
+REJECTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "schedule=auto needs costs: give costs_file=FILE, or profile_steps=A:B to measure them": (
         {"schedule": "auto"},
         {},
@@ -138,14 +121,21 @@ CASES = {
 }
 
 
-def test_errors_after_register_name_keywords() -> None:
+@pytest.mark.parametrize("text", REJECTED)
+def test_errors_after_register_name_keywords(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only options of this package; Megatron's options keep their flag names."""
-    command = [sys.executable, "-c", PROGRAM, json.dumps(list(CASES.values()))]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
-    lines = [line for line in result.stdout.splitlines() if line]
-    assert lines == [line for text in CASES for line in (f"megatron-vshape: {text}", text)], (
-        result.stderr
-    )
+    options, config = REJECTED[text]
+    sizes = {"num_layers": 8, "hidden_size": 8, "num_attention_heads": 1}
+    sizes |= {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
+    monkeypatch.setenv("RANK", "0")
+    registry.uninstall()
+    megatron_vshape.register(**options)
+    try:
+        with pytest.raises(RefusedError) as refused:
+            TransformerConfig(**sizes, **config)
+    finally:
+        registry.uninstall()
+    assert (refused.value.code, refused.value.why) == (f"megatron-vshape: {text}", text)
 
 
 @pytest.mark.parametrize(

@@ -198,14 +198,7 @@ def test_post_validation_with_other_schedules(lab: Lab, schedule: str) -> None:
 
 BOUNDARIES = (
     *V_ZB,
-    "--train-iters",
-    "16",
-    "--log-interval",
-    "99",
-    "--clip-grad",
-    "100",
-    "--hidden-dropout",
-    "0.1",
+    *"--train-iters 16 --log-interval 99 --clip-grad 100 --hidden-dropout 0.1".split(),
 )
 EVALUATION = ("--eval-interval", "6", "--eval-iters", "1", "--ckpt-format", "torch_dist")
 
@@ -219,10 +212,8 @@ def test_evaluation_and_saving_see_a_validated_state(lab: Lab, tmp_path: Path) -
     stop = ("--exit-signal-handler", POST_VALIDATION)
     ahead = lab.run(*flags, "--save", ahead_folder, *stop, stopped=9)
     assert_exact(ahead, plain)
-    assert count_early_starts(ahead) == (
-        9 - 2 - 1,
-        0,
-    )  # not the first two, nor before the evaluation
+    # Not the first two, nor before the evaluation.
+    assert count_early_starts(ahead) == (9 - 2 - 1, 0)
     plain = lab.run(*flags, "--load", plain_folder)
     ahead = lab.run(*flags, "--load", ahead_folder, POST_VALIDATION)
     assert_exact(ahead, plain)
@@ -231,9 +222,7 @@ def test_evaluation_and_saving_see_a_validated_state(lab: Lab, tmp_path: Path) -
 
 
 def test_schedule_without_gain_logs_one_line(farm: Farm) -> None:
-    message = (
-        "--optimizer-post-validation gains nothing with --log-interval 1: an iteration that is "
-    )
+    message = f"{POST_VALIDATION} gains nothing with --log-interval 1: an iteration that is "
     all_schedules, other_run = (
         farm.run(2, *V_ZB, POST_VALIDATION, "--log-interval", interval).check()
         for interval in ("1", "2")

@@ -33,27 +33,41 @@ def test_launcher_variables_give_the_ranks_per_host(
     assert ranks_in_environment(environ) == ranks
 
 
-def counted(rank: int, environ: dict[str, str]) -> int:
-    """Return the ranks of a host, of which one has two and the other one."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in {name for environment, _ in LAUNCHED for name in environment}:
-            patch.delenv(name, raising=False)
-        for name, value in environ.items():
-            patch.setenv(name, value)
-        patch.setattr(socket, "gethostname", lambda: f"node{rank // 2}")
-        return ranks_of_this_host()
+COUNTED = [
+    ({}, [2, 2, 1]),
+    # In an allocation for one task a node, by hand; and for more than there are on one.
+    ({"SLURM_NTASKS_PER_NODE": "1"}, [2, 2, 1]),
+    ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, [1, 1, 1]),
+]
+
+
+def count_ranks(rank: int) -> list[int]:
+    """Return the ranks of a host, of which one has two and the other one, in each environment."""
+    counts = []
+    for environment, _ in COUNTED:
+        with pytest.MonkeyPatch.context() as patch:
+            clear_environment(patch)
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            patch.setattr(socket, "gethostname", lambda: f"node{rank // 2}")
+            counts.append(ranks_of_this_host())
+    return counts
+
+
+def clear_environment(patch: pytest.MonkeyPatch) -> None:
+    for name in {name for environment, _ in LAUNCHED for name in environment}:
+        patch.delenv(name, raising=False)
 
 
 def test_ranks_with_equal_host_names_are_counted_without_a_launcher() -> None:
-    assert run_ranks(3, counted, {}) == [2, 2, 1]
-    # In an allocation for one task a node, by hand; and for more than there are on one.
-    assert run_ranks(3, counted, {"SLURM_NTASKS_PER_NODE": "1"}) == [2, 2, 1]
-    assert run_ranks(3, counted, {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}) == [1, 1, 1]
+    counts_by_rank = run_ranks(3, count_ranks)
+    assert [list(counts) for counts in zip(*counts_by_rank, strict=True)] == [
+        expected for _, expected in COUNTED
+    ]
 
 
 def test_ranks_share_nine_tenths_of_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in {name for environment, _ in LAUNCHED for name in environment}:
-        monkeypatch.delenv(name, raising=False)
+    clear_environment(monkeypatch)
     monkeypatch.setattr(host_memory, "_free_by_source", lambda: iter((1000, 4000)))
     assert host_memory.free_host_bytes() == 900
     assert host_memory.free_host_bytes(8) == 112
