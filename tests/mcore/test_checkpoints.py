@@ -13,19 +13,30 @@ from mcore.parity import UNTIED, assert_same_tensors
 
 Save = Callable[[str], tuple[Path, Ended]]
 
-FORMAT = ("--ckpt-format", "torch_dist")
-STEPS = "2"
+STEPS = "--ckpt-format torch_dist --train-iters 2".split()
 
 
 class Run(NamedTuple):
-    """Ranks and flags of a run that saves or loads."""
+    """A run that saves or loads."""
 
     ranks: int
     flags: str
     stock: bool = False  # without any of our hooks
+    plugin: str = ""
+
+    def train(self, farm: Farm, *flags: str) -> Ended:
+        flags = (*self.flags.split(), *STEPS, *flags)
+        return farm.run(self.ranks, *flags, stock=self.stock, plugin=self.plugin).check()
+
+
+def sharded(ranks: int, flags: str, stock: bool = False) -> Run:
+    """Return a run with the distributed optimizer's state, which does not depend on the ranks."""
+    flags = f"{flags} --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+    return Run(ranks, flags, stock, "fused_adam")
 
 
 SPLIT = "--pipeline-layer-split"
+TWO = "--pipeline-model-parallel-size 2"
 SHARES = "--pipeline-vocab-parallel"
 PREDICTS = "--mtp-num-layers 2"
 RUNS = {
@@ -66,6 +77,11 @@ RUNS = {
     "stock, untied": Run(2, UNTIED, stock=True),
     "v-half, shared, tied, MTP": Run(2, f"--pipeline-schedule v-half {SHARES} {PREDICTS}"),
     "zb-h1, shared, MTP": Run(2, f"--pipeline-schedule zb-h1 {SHARES} {PREDICTS} {UNTIED}"),
+    "sharded v-half": sharded(4, f"--pipeline-schedule v-half {TWO}"),
+    "sharded v-zb, one replica": sharded(4, "--pipeline-schedule v-zb"),
+    "sharded 1f1b": sharded(4, f"--pipeline-schedule 1f1b {TWO}"),
+    "sharded v-half, shared": sharded(4, f"--pipeline-schedule v-half {SHARES} {TWO}"),
+    "sharded stock": sharded(4, TWO, stock=True),
 }
 
 
@@ -78,10 +94,8 @@ def save(farm: Farm, tmp_path_factory: pytest.TempPathFactory) -> Save:
         key = " ".join([name, *flags])
         if key not in finished:
             folder = tmp_path_factory.mktemp("saved")
-            ranks, schedule_flags, stock = RUNS[name]
-            flags = (*schedule_flags.split(), *FORMAT, "--train-iters", STEPS, *flags)
-            saved = ("--save", str(folder), "--save-interval", STEPS)
-            finished[key] = folder, farm.run(ranks, *flags, *saved, stock=stock).check()
+            saves = ("--save", str(folder), "--save-interval", "2")
+            finished[key] = folder, RUNS[name].train(farm, *flags, *saves)
         return finished[key]
 
     return run
@@ -89,17 +103,7 @@ def save(farm: Farm, tmp_path_factory: pytest.TempPathFactory) -> Save:
 
 def load(farm: Farm, name: str, folder: Path, *flags: str) -> Ended:
     """Return a run that loads and trains no step."""
-    ranks, schedule_flags, stock = RUNS[name]
-    flags = (
-        *schedule_flags.split(),
-        *FORMAT,
-        "--train-iters",
-        STEPS,
-        "--load",
-        str(folder),
-        *flags,
-    )
-    return farm.run(ranks, *flags, stock=stock).check()
+    return RUNS[name].train(farm, "--load", str(folder), *flags)
 
 
 def assert_same_state(loaded: Ended, saved: Ended) -> None:
@@ -108,7 +112,7 @@ def assert_same_state(loaded: Ended, saved: Ended) -> None:
         assert_same_tensors(loaded.whole(key), saved.whole(key))
 
 
-OTHERS = ("hybrid", "MTP", "shared", "untied")
+OTHERS = ("hybrid", "MTP", "shared", "untied", "sharded")
 GPTS = [name for name in RUNS if all(option not in name for option in OTHERS)]
 PAIRS = [
     ("v-half", "stock"),
@@ -197,17 +201,6 @@ def test_a_hybrid_model_goes_on_where_a_gpt_ended(farm: Farm, save: Save) -> Non
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
-TWO = "--pipeline-model-parallel-size 2"
-SHARDED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
-SHARDED_RUNS = {
-    "v-half": Run(4, f"--pipeline-schedule v-half {TWO} {SHARDED}"),
-    "v-zb, one replica": Run(4, f"--pipeline-schedule v-zb {SHARDED}"),
-    "1f1b": Run(4, f"--pipeline-schedule 1f1b {TWO} {SHARDED}"),
-    "v-half, shared": Run(4, f"--pipeline-schedule v-half {SHARES} {TWO} {SHARDED}"),
-    "stock": Run(4, f"{TWO} {SHARDED}", stock=True),
-}
-
-
 def sharded_state(run: Ended) -> dict[str, torch.Tensor]:
     """Return the optimizer's state with the parts that replicas have put together."""
     tensor_parts: dict[str, dict[int, torch.Tensor]] = {}
@@ -236,16 +229,10 @@ def sharded_state(run: Ended) -> dict[str, torch.Tensor]:
     ],
 )
 def test_the_distributed_optimizers_state_goes_along(
-    farm: Farm, tmp_path: Path, first: str, second: str
+    farm: Farm, save: Save, first: str, second: str
 ) -> None:
-    plugin = "fused_adam"
-    common = (*FORMAT, "--train-iters", STEPS)
-    ranks, flags, stock = SHARDED_RUNS[first]
-    save = (*flags.split(), *common, "--save", str(tmp_path), "--save-interval", STEPS)
-    saved = farm.run(ranks, *save, stock=stock, plugin=plugin).check()
-    ranks, flags, stock = SHARDED_RUNS[second]
-    load = (*flags.split(), *common, "--load", str(tmp_path))
-    loaded = farm.run(ranks, *load, stock=stock, plugin=plugin).check()
+    folder, saved = save(f"sharded {first}")
+    loaded = load(farm, f"sharded {second}", folder)
     assert loaded.record["losses"] == []
     loaded_state, saved_state = sharded_state(loaded), sharded_state(saved)
     assert loaded_state.keys() == saved_state.keys()

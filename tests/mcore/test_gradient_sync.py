@@ -53,15 +53,16 @@ def chunk_of(name: str, log: list[str], groups: int = 2, experts: int = 0) -> An
     return chunk
 
 
+def pipeline_of(recomputes: bool) -> Any:
+    choice = SimpleNamespace(keeps_backward_whole=recomputes)
+    return SimpleNamespace(overlaps_grad_reduce=True, choice=choice)
+
+
 def sync_of(
-    chunks: list[Any], recomputes: bool = False, forward_only: bool = False
+    chunks: list[Any], recomputes: bool = False, forward_only: bool = False, no_sync: Any = None
 ) -> GradientSync:
-    config = SimpleNamespace(param_sync_func=None, no_sync_func=None)
-    pipeline = SimpleNamespace(
-        overlaps_grad_reduce=True,
-        choice=SimpleNamespace(keeps_backward_whole=recomputes),
-    )
-    return GradientSync(config, chunks, pipeline, 2, False, forward_only)  # type: ignore[arg-type]
+    config: Any = SimpleNamespace(param_sync_func=None, no_sync_func=no_sync)
+    return GradientSync(config, chunks, pipeline_of(recomputes), 2, False, forward_only)
 
 
 def jobs_of(chunk: Any) -> list[list[Tensor]]:
@@ -169,14 +170,11 @@ def test_a_step_within_no_sync_does_not_end_it() -> None:
         for group in chunk.bucket_groups:
             group.is_last_microbatch = True
 
-    config = SimpleNamespace(param_sync_func=None, no_sync_func=no_sync)
-    choice = SimpleNamespace(keeps_backward_whole=False)
-    pipeline: Any = SimpleNamespace(overlaps_grad_reduce=True, choice=choice)
     with no_sync():
-        with GradientSync(config, [chunk], pipeline, 2, False).without_ddp():
-            assert not GradientSync(config, [chunk], pipeline, 2, False).overlaps
+        with sync_of([chunk], no_sync=no_sync).without_ddp():
+            assert not sync_of([chunk], no_sync=no_sync).overlaps
         assert not any(group.is_last_microbatch for group in chunk.bucket_groups)
-    with GradientSync(config, [chunk], pipeline, 2, False).without_ddp():
+    with sync_of([chunk], no_sync=no_sync).without_ddp():
         assert not any(group.is_last_microbatch for group in chunk.bucket_groups)
 
 
@@ -191,10 +189,7 @@ def test_the_last_backward_is_split_in_every_step_as_captured(recomputes: bool) 
         sync = sync_of([chunk], recomputes=recomputes)
         sync.weights_done(0)
         splits.append(sync.splits(0))
-    pipeline: Any = SimpleNamespace(
-        overlaps_grad_reduce=True, choice=SimpleNamespace(keeps_backward_whole=recomputes)
-    )
-    assert splits == [splits_last(pipeline, chunk)] * 2 == [not recomputes] * 2
+    assert splits == [splits_last(pipeline_of(recomputes), chunk)] * 2 == [not recomputes] * 2
 
 
 TWO_BY_TWO = ("--pipeline-model-parallel-size", "2", "--clip-grad", "0", "--train-iters", "2")
