@@ -45,14 +45,7 @@ class Learnt(NamedTuple):
 def train(folder: Path, *options: str) -> Learnt:
     folder.mkdir()
     port = str(random.SystemRandom().randrange(10_000, 32_000))
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(RANKS),
-        "--master-port",
-        port,
-    ]
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--master-port", port]
     ended = subprocess.run(
         [sys.executable, *launcher, str(TRAINER), str(folder), *options],
         env=os.environ | ENVIRONMENT,
@@ -62,9 +55,8 @@ def train(folder: Path, *options: str) -> Learnt:
     )
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-6000:]
     records: list[Any] = [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
-    reads = next(
-        record for record in records if record["steps"]
-    )  # one rank of a pipeline has the losses
+    # One rank of a pipeline has the losses.
+    reads = next(record for record in records if record["steps"])
     parameters = {name: value for record in records for name, value in record["parameters"].items()}
     return Learnt(reads["steps"], reads["evaluations"], parameters, ended.stdout + ended.stderr)
 
@@ -84,31 +76,25 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Learnt:
     return train(tmp_path_factory.mktemp("plain") / "run")
 
 
-@pytest.mark.parametrize("schedule", ["v-half", "v-zb", "zb-h1"])
-def test_schedule_by_name_equals_1f1b(tmp_path: Path, plain: Learnt, schedule: str) -> None:
-    assert_runs_equal(train(tmp_path / "run", "--schedule", schedule), plain)
+FILES = {"COSTS": Costs.uniform(4, 8, 100, 130, 90, 5), "PLAN": make("v-min", 4, 8)}
 
 
-def test_registration_after_the_import_of_bridge_equals_1f1b(tmp_path: Path, plain: Learnt) -> None:
-    assert_runs_equal(train(tmp_path / "run", "--schedule", "v-half", "--late"), plain)
-
-
-def test_schedule_planned_from_costs_equals_1f1b(tmp_path: Path, plain: Learnt) -> None:
-    costs = tmp_path / "costs.json"
-    costs.write_text(Costs.uniform(4, 8, 100, 130, 90, 5).to_json())
-    assert_runs_equal(train(tmp_path / "run", "--schedule", "auto", "--costs", str(costs)), plain)
-
-
-def test_schedule_file_equals_1f1b(tmp_path: Path, plain: Learnt) -> None:
-    file = tmp_path / "plan.json"
-    file.write_text(make("v-min", 4, 8).to_json())
-    assert_runs_equal(train(tmp_path / "run", "--schedule", str(file)), plain)
-
-
-def test_distributed_optimizer_equals_1f1b(tmp_path: Path, plain: Learnt) -> None:
-    assert_runs_equal(
-        train(tmp_path / "run", "--schedule", "v-half", "--distributed-optimizer"), plain
-    )
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(f"--schedule {name}" for name in ("v-half", "v-zb", "zb-h1")),
+        "--schedule v-half --late",
+        "--schedule v-half --distributed-optimizer",
+        "--schedule auto --costs COSTS",
+        "--schedule PLAN",
+    ],
+)
+def test_schedules_equal_1f1b(tmp_path: Path, plain: Learnt, options: str) -> None:
+    """By name, registered before or after the import of Bridge, planned from costs, in a file."""
+    for name, content in FILES.items():
+        (tmp_path / f"{name}.json").write_text(content.to_json())
+    words = [str(tmp_path / f"{word}.json") if word in FILES else word for word in options.split()]
+    assert_runs_equal(train(tmp_path / "run", *words), plain)
 
 
 class Saved(NamedTuple):
@@ -169,9 +155,8 @@ def test_lora_equals_1f1b(
     frozen = {name.replace(".to_wrap", ""): name for name in megatron_run.parameters}
     for name, value in pretrained.items():
         assert torch.equal(megatron_run.parameters[frozen[name]], value)
-    assert megatron_run.steps[0] != pytest.approx(
-        megatron_run.steps[-1]
-    )  # the adapters have learnt
+    # The adapters have learnt.
+    assert megatron_run.steps[0] != pytest.approx(megatron_run.steps[-1])
 
 
 def test_resumed_lora_run_equals_the_uninterrupted_run(

@@ -58,18 +58,12 @@ def logged_losses(run: Ended, name: str) -> list[float]:
 
 
 def test_a_pattern_is_cut_between_any_two_layers() -> None:
+    """Multi-token prediction comes after the stages."""
     assert cut_pattern("M*-M", (0, 2, 2, 0)) == "|M*|-M|"
     assert cut_pattern("M|*-M", (3, 1)) == "M*-|M"
-
-
-def test_multi_token_prediction_comes_after_the_stages() -> None:
-    assert split_layers(model_arguments("M*-M/M*/M*"), v_shape(2), None, None).layers == (
-        1,
-        1,
-        1,
-        1,
-    )
     assert cut_pattern("M*-M/M*/M*", (0, 2, 2, 0)) == "|M*|-M|/M*/M*"
+    layer_split = split_layers(model_arguments("M*-M/M*/M*"), v_shape(2), None, None)
+    assert layer_split.layers == (1, 1, 1, 1)
 
 
 TWINS = {  # by what they have: the depths of MTP, the layers of stages of the GPT, a shared head
@@ -221,10 +215,9 @@ def test_the_flag_wins_over_the_pattern() -> None:
 )
 def test_patterns_that_do_not_fit(pattern: str, split: str | None, said: str) -> None:
     model_args = model_arguments(pattern)
+    layers = translate(model_args, v_shape(2), split).layer_split
     with pytest.raises(ScheduleError) as rejected:
-        split_layers(
-            model_args, v_shape(2), translate(model_args, v_shape(2), split).layer_split, None
-        )
+        split_layers(model_args, v_shape(2), layers, None)
     assert said in str(rejected.value)
     assert "\n" not in str(rejected.value)
 

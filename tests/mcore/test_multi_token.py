@@ -14,7 +14,7 @@ from mcore.test_parity import all_forwards_first
 from mcore.test_vocabulary import join_library_rows
 
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.core.model.kinds import Kind, ScheduleError
+from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.placement import linear, looping, v_shape
 from megatron_vshape.mcore.layout import multi_token
 from megatron_vshape.mcore.layout.stage_map import StageMap, split_layers
@@ -45,12 +45,8 @@ def test_an_embedding_on_one_rank_is_one_parameter(train: Train) -> None:
     """A copy there would train, but stay as it was filled: with nothing."""
     run = train(4, "--pipeline-schedule", "v-half", *ONE, UNTIED)
     names = [list(record["parameters"]) for record in run.records]
-    assert [rank_names.count("embedding.word_embeddings.weight") for rank_names in names] == [
-        1,
-        0,
-        0,
-        0,
-    ]
+    embeddings = [rank_names.count("embedding.word_embeddings.weight") for rank_names in names]
+    assert embeddings == [1, 0, 0, 0]
     assert all("mtp." not in name for rank_names in names[1:] for name in rank_names)
     model_sizes = sum(value.numel() for value in run.records[0]["parameters"].values())
     assert re.search(rf"number of parameters on .* rank \(0, .*0\): {model_sizes}\n", run.output[0])
@@ -64,10 +60,8 @@ def test_a_library(farm: Farm, schedule: str) -> None:
     assert any(name.startswith("mtp.layers.1.") for name in package_run.gradients)
     assert_equal_results(package_run, plain)
     options = {"vocab_parallel": True}
-    assert_equal_results(
-        join_library_rows(run_library(farm, "bridge", schedule, options=options, predicting=2)),
-        plain,
-    )
+    shared_run = run_library(farm, "bridge", schedule, options=options, predicting=2)
+    assert_equal_results(join_library_rows(shared_run), plain)
 
 
 def test_ends_on_ranks_that_cannot_share(tmp_path: Path) -> None:
@@ -84,16 +78,11 @@ def test_a_model_is_built_as_its_stages_were_made() -> None:
         multi_token.check_model(stage_map, SimpleNamespace(mtp_num_layers=1))
 
 
-@pytest.mark.parametrize("placement", [v_shape(3), linear(4), looping(2, 3)])
-def test_ends_that_meet_or_are_the_pipelines(placement: tuple[int, ...]) -> None:
-    multi_token.check_ends(StageMap(placement, (1,) * len(placement), 2))
-
-
-def test_ends_elsewhere() -> None:
-    placement = (0, 2, 1)
-    multi_token.check_ends(StageMap(placement, (1, 1, 1)))
-    with pytest.raises(ScheduleError, match="only between ranks 0 and 2: number the devices"):
-        multi_token.check_ends(StageMap(placement, (1, 1, 1), 1))
+@pytest.mark.parametrize(
+    ("placement", "depths"), [(v_shape(3), 2), (linear(4), 2), (looping(2, 3), 2), ((0, 2, 1), 0)]
+)
+def test_ends_that_meet_or_are_the_pipelines(placement: tuple[int, ...], depths: int) -> None:
+    multi_token.check_ends(StageMap(placement, (1,) * len(placement), depths))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
-from posting import streams_of
-from runtime.plain_pipeline import PlainStage, gradients_of, module_of, one_process, stages_for
+from runtime.plain_pipeline import PlainStage, gradients_of, module_of, one_process
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
@@ -97,21 +96,6 @@ def one_device_program(num_stages: int, num_microbatches: int, is_full: bool) ->
             row += [Pass(Kind.BW, s, m)] if is_full else [Pass(Kind.B, s, m), Pass(Kind.W, s, m)]
     placement = (0,) * num_stages
     return lower(Schedule("one", 1, num_microbatches, placement, (tuple(row),)))
-
-
-@pytest.mark.parametrize("is_full", [False, True])
-def test_one_device_passes_results_without_transport(is_full: bool) -> None:
-    program = one_device_program(3, 4, is_full)
-    assert streams_of(program) == []
-    stages = stages_for(program.schedule, 0, 0, torch.float32)
-    run_program(program, 0, stages, NoCarrier())
-    expected, losses = one_process(3, 4, 0, torch.float32)
-    assert stages[2].losses == losses
-    for stage, stage_object in stages.items():
-        for gradient, expected_gradient in zip(
-            gradients_of(stage_object.module), expected[stage], strict=True
-        ):
-            assert torch.equal(gradient, expected_gradient)
 
 
 def test_error_names_a_stage_without_a_result() -> None:
