@@ -179,7 +179,6 @@ class Farm:
         without: Sequence[str] = (),
         timeout_s: float = 300.0,
         live: bool = False,
-        stall: str = "",
         plugin: str = "",
         given: Any = None,
         stock: bool = False,
@@ -187,10 +186,9 @@ class Farm:
         """Train on `ranks` ranks, all one pipeline unless the arguments specify otherwise.
 
         The flags in `without`, and their values, are removed from `MODEL`. With `live` the second
-        training step is counted byte by byte. `stall` names a pass and the seconds that its rank
-        sleeps before it: "F5.1 8". Every rank first calls the function `plugin`, which is named
-        "module:function" or by the module of a `start`, with its number and `given`. A `stock` run
-        has none of our hooks.
+        training step is counted byte by byte. Every rank first calls the function `plugin`, which
+        is named "module:function" or by the module of a `start`, with its number and `given`. A
+        `stock` run has none of our hooks.
         """
         self._runs += 1
         directory = self._directory / f"run{self._runs}"
@@ -202,7 +200,6 @@ class Farm:
             "directory": str(directory),
             "timeout_s": timeout_s,
             "live": live,
-            "stall": stall,
             "plugin": plugin,
             "given": given,
             "stock": stock,
@@ -344,8 +341,6 @@ def _become_rank(rank: int, port: int, order: dict[str, Any], source: Any, recor
     records = recorder.start(os.environ["FARM_RECORD"])
     if order["live"]:
         records.count_live_bytes()
-    if order["stall"]:
-        recorder.stall_before(order["stall"])
     if order["plugin"]:
         module, _, function = order["plugin"].partition(":")
         getattr(importlib.import_module(module), function or "start")(rank, order["given"])

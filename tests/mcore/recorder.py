@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 import types
 import zlib
 from collections.abc import Callable, Iterator
@@ -24,8 +23,6 @@ from megatron.training import get_tensorboard_writer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_vshape.core.model.kinds import Kind
-from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.mcore.features.vocabulary.model import Shards
 from megatron_vshape.mcore.step import forward_backward
 from megatron_vshape.mcore.step.stage import MegatronStage
@@ -207,20 +204,6 @@ def start(path: str) -> Records:
     if dist_utils is not None:
         wrap(dist_utils, "build_virtual_pipeline_stages", _fill_built)
     return records
-
-
-def stall_before(what: str) -> None:
-    """Have the rank of a pass sleep before it, in every step: `F5.1 8` sleeps 8 s."""
-    name, seconds = what.split()
-    kind, stage, microbatch = Pass.parse(name)
-    method = {Kind.F: "forward", Kind.B: "backward_inputs", Kind.W: "backward_weights"}[kind]
-
-    def run(original: Any, self: MegatronStage, number: int, *args: Any) -> Any:
-        if (self.stage, number) == (stage, microbatch):
-            time.sleep(float(seconds))
-        return original(self, number, *args)
-
-    wrap(MegatronStage, method, run)
 
 
 def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -172,13 +172,8 @@ def test_every_argument_is_judged() -> None:
         if judged.judgement in (Judgement.REJECTED, Judgement.TRANSLATED, Judgement.IGNORED)
     }
     assert actions().keys() - listed - derived == set()
-
-
-def test_every_judged_name_is_an_argument() -> None:
-    if RELEASE < FIRST_COMPLETE:
-        pytest.skip("an older release has fewer arguments")
-    listed = in_release(" ".join(topic.names for topic in TOPICS))
-    assert listed - actions().keys() == set()
+    if RELEASE >= FIRST_COMPLETE:
+        assert listed - actions().keys() == set()
 
 
 def test_an_argument_is_judged_once() -> None:
@@ -197,10 +192,8 @@ def test_judgements_follow_from_the_rejections_and_translations() -> None:
     assert table["pipeline_model_parallel_layout"].judgement == Judgement.TRANSLATED
     assert table["delay_wgrad_compute"].judgement == Judgement.IGNORED
     context = table["context_parallel_size"]
-    assert (context.judgement, context.rejected_with) == (
-        Judgement.SUPPORTED,
-        ("--pipeline-slices",),
-    )
+    assert context.judgement == Judgement.SUPPORTED
+    assert context.rejected_with == ("--pipeline-slices",)
 
 
 def test_an_argument_of_a_refusal_is_its_attribute_and_its_flag() -> None:

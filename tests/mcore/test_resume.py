@@ -84,7 +84,8 @@ WAITS = re.compile(
 
 def test_a_stalled_forward_is_reported_by_every_rank(farm: Farm) -> None:
     flags = ("--pipeline-schedule", "v-half", "--pipeline-timeout", str(TIMEOUT_S))
-    run = farm.run(4, *flags, stall=f"F2.1 {STALL_S}")
+    stall = {"what": "stall", "seconds": STALL_S, "rank": 2, "step": 1, "pass": "F2.1"}
+    run = farm.run(4, *flags, plugin="faults.injection", given=[stall])
     assert run.codes == [1] * 4, run.output
     for rank, text in enumerate(run.output):
         match = WAITS.search(text)

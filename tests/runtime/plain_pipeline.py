@@ -1,7 +1,8 @@
 """A small model of plain torch, cut into stages: on one process, and as stages of a program."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import TypeVar
 
 import torch
 from runtime.split_linear import SplitLinear
@@ -9,7 +10,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_vshape.core.model.kinds import Kind
 from megatron_vshape.core.model.passes import Pass
+from megatron_vshape.core.model.placement import stages_of
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.runtime.weight_jobs import WeightJobs
 
@@ -140,6 +143,9 @@ class PlainStage:
         return len(self.alive)
 
 
+Stage = TypeVar("Stage", bound=PlainStage)
+
+
 @dataclass
 class AliveCounter:
     """An observer that notes the most microbatches whose activations are alive at once."""
@@ -158,11 +164,21 @@ class AliveCounter:
 
 
 def stages_for(
-    schedule: Schedule, device: int, pipeline: int, dtype: torch.dtype
-) -> dict[int, PlainStage]:
+    schedule: Schedule,
+    device: int,
+    pipeline: int = 0,
+    dtype: torch.dtype = torch.float32,
+    kind: type[Stage] = PlainStage,
+) -> dict[int, Stage]:
     """Return the stages of a device."""
+    stages = stages_of(schedule.placement, schedule.num_devices)[device]
+    return {stage: kind(stage, schedule.num_stages, pipeline, dtype) for stage in stages}
 
-    def held() -> Iterator[int]:
-        return (stage for stage, holder in enumerate(schedule.placement) if holder == device)
 
-    return {stage: PlainStage(stage, schedule.num_stages, pipeline, dtype) for stage in held()}
+def with_passes_after_forwards(schedule: Schedule, *kinds: Kind) -> Schedule:
+    """Return the schedule with passes of further kinds after each F."""
+    rows = []
+    for row in schedule.order:
+        parts = ((w, *(w._replace(kind=k) for k in kinds if w.kind is Kind.F)) for w in row)
+        rows.append(tuple(chain.from_iterable(parts)))
+    return replace(schedule, order=tuple(rows))

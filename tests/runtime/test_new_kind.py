@@ -1,10 +1,16 @@
 """A new pass type needs one row of the table, and every part of the package supports it."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
-from runtime.plain_pipeline import SHAPE, PlainStage, gradients_of, one_process
+from runtime.plain_pipeline import (
+    SHAPE,
+    PlainStage,
+    gradients_of,
+    one_process,
+    stages_for,
+    with_passes_after_forwards,
+)
 from runtime.ranks import run_ranks
 
 from megatron_vshape.core.check.simulate import simulate
@@ -36,13 +42,7 @@ def run_rank(rank: int, text: str) -> list[tuple[int, list[Any], int]]:
     program = lower(Schedule.from_json(text))
     transport = Transport([[0, 1]], SHAPE, torch.float32, "cpu")
     transport.prepare(program)
-    local_stages = [
-        stage for stage, device in enumerate(program.schedule.placement) if device == rank
-    ]
-    stages = {
-        stage: CopyingStage(stage, program.schedule.num_stages, 0, torch.float32)
-        for stage in local_stages
-    }
+    stages = stages_for(program.schedule, rank, kind=CopyingStage)
     run_program(program, rank, stages, transport)
     transport.close()
     return [
@@ -56,17 +56,7 @@ def test_new_copy_pass_is_verified_drawn_and_run() -> None:
     try:
         costs = Costs.uniform(2, 4, kinds=[copy])
         plain = make("v-half", 2, 5)
-        rows = (
-            tuple(
-                kind_of_work
-                for work in row
-                for kind_of_work in (
-                    (work, work._replace(kind=copy)) if work.kind is Kind.F else (work,)
-                )
-            )
-            for row in plain.order
-        )
-        schedule = replace(plain, order=tuple(rows))
+        schedule = with_passes_after_forwards(plain, copy)
         verify(schedule, 4, costs)
         timeline = simulate(schedule, costs)
         assert timeline.makespan > simulate(plain, costs).makespan

@@ -4,12 +4,17 @@ import re
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
-from runtime.plain_pipeline import PlainStage, gradients_of, module_of, one_process
+from runtime.plain_pipeline import (
+    gradients_of,
+    module_of,
+    one_process,
+    stages_for,
+    with_passes_after_forwards,
+)
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
@@ -275,16 +280,8 @@ def test_handler_methods_run_in_program_order() -> None:
         Kind("K", label="copy", method="none", reads=(Read("F"),), before=("B",), resource="l")
     )
     try:
-        plain = make("v-half", 1, MICROBATCHES)
-        row = [
-            handled
-            for work in plain.order[0]
-            for handled in (
-                (work, work._replace(kind=met), work._replace(kind=copy))
-                if work.kind is Kind.F
-                else (work,)
-            )
-        ]
+        schedule = with_passes_after_forwards(make("v-half", 1, MICROBATCHES), met, copy)
+        (row,) = schedule.order
         events: list[tuple[str, Pass, bool]] = []
 
         def note(what: str) -> Any:
@@ -295,10 +292,7 @@ def test_handler_methods_run_in_program_order() -> None:
             met: Handler(note("run"), join=note("join")),
             copy: Handler(note("run"), prepare=note("prepare")),
         }
-        program = lower(replace(plain, order=(tuple(row),)))
-        stages = {
-            stage_index: PlainStage(stage_index, 2, 0, torch.float32) for stage_index in range(2)
-        }
+        program, stages = lower(schedule), stages_for(schedule, 0)
         run_program(program, 0, stages, cast(Any, NoCarrier()), handlers=handlers)
         for kind, first in ((met, "join"), (copy, "prepare")):
             events_of_kind = [
