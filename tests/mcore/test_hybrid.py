@@ -215,9 +215,10 @@ def test_the_flag_wins_over_the_pattern() -> None:
 )
 def test_patterns_that_do_not_fit(pattern: str, split: str | None, said: str) -> None:
     model_args = model_arguments(pattern)
-    layers = translate(model_args, v_shape(2), split).layer_split
     with pytest.raises(ScheduleError) as rejected:
-        split_layers(model_args, v_shape(2), layers, None)
+        split_layers(
+            model_args, v_shape(2), translate(model_args, v_shape(2), split).layer_split, None
+        )
     assert said in str(rejected.value)
     assert "\n" not in str(rejected.value)
 
