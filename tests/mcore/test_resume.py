@@ -62,7 +62,8 @@ def test_failed_step_leaves_no_state_and_the_retry_is_equal(
 ) -> None:
     flags = FLAGS[name]
     plugin = "restarts"
-    settings = {"fails": "B3.4", "step": 3}
+    # Its W runs later with both schedules: a full backward pass would be another function.
+    settings = {"fails": "B3.5", "step": 3}
     restarted = farm.run(2, *flags, "--inprocess-restart", plugin=plugin, given=settings).check()
     uninterrupted = train(2, *flags)
     assert all("the second try begins" in text for text in restarted.output)
