@@ -192,13 +192,14 @@ def flags_of_hf_config(config: Mapping[str, Any]) -> tuple[list[str], str]:
 
 
 def _encoder_note(config: Mapping[str, Any]) -> str:
-    """Return the note on the vision encoder, with its size if it is a transformer of Qwen's kind."""
+    """Return the note on the vision encoder, with its size if it has the fields of Qwen's."""
     kind = str(config.get("model_type"))
     note = f"The language model of {kind:.40}, without its vision encoder"
     vision = config.get("vision_config")
+    vision = vision if isinstance(vision, dict) else {}
     names = ("depth", "hidden_size", "intermediate_size", "out_hidden_size", "spatial_merge_size")
-    sizes = [vision.get(name) for name in names] if isinstance(vision, dict) else []
-    if not sizes or not all(isinstance(size, int) for size in sizes):
+    sizes = [size for size in map(vision.get, names) if isinstance(size, int)]
+    if len(sizes) < len(names):
         return f"{note}."
     depth, width, inner, outer, merge = sizes
     layer = 4 * width**2 + (3 if "2_5" in kind else 2) * width * inner  # Qwen2.5-VL's is gated
