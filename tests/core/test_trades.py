@@ -1,21 +1,18 @@
-"""The planner offloads activations to save memory.
-
-`link_replay`, which shares no code with the package, checks the plans.
-"""
+"""The planner offloads activations to save memory; an independent replay checks the plans."""
 
 import math
 import random
 from dataclasses import replace
 
 import pytest
-from link_replay import Figures, StageCosts, replay
+from schedule_replay import is_complete, offloaded_chunks, peaks, replay
 
 from megatron_vshape import Costs, Schedule, ScheduleError, Timeline, plan, simulate, verify
 from megatron_vshape.core.check.bounds import LimitError, bound_at
 from megatron_vshape.core.check.simulate import peak_moved
 from megatron_vshape.core.evaluated_schedule import EvaluatedSchedule, MemoryStrategy
 from megatron_vshape.core.model.costs import with_copies, without_copies
-from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, OFFLOAD, PARTS, RELOAD, Kind
+from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT, OFFLOAD, PARTS, Kind
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.model.placement import v_shape
 from megatron_vshape.core.model.schedule import Objective
@@ -29,26 +26,18 @@ def costs_of(devices: int, t: float) -> Costs:
     return with_copies(Costs.uniform(devices, 2 * devices, *REAL), t)
 
 
-def replayed_figures(result: EvaluatedSchedule, costs: Costs, limit: float) -> Figures:
-    """Return the figures of the replay; fail unless the plan has the same figures and fits."""
+def check_plan(result: EvaluatedSchedule, costs: Costs, limit: float) -> int:
+    """Fail unless the replay of the plan has the same figures and fits; return its offloads."""
     schedule, stage_costs = result.schedule, costs.sliced(result.schedule.slices)
-    stages = []
-    for stage in range(schedule.num_stages):
-        kinds = (*PARTS, COPY_OUT, COPY_BACK) if stage_costs.copies else PARTS
-        times = {str(kind): stage_costs.time_us(kind, stage) for kind in kinds}
-        offloaded_bytes = stage_costs.held(RELOAD)[0][stage] if stage_costs.copies else 0.0
-        activations = (
-            stage_costs.held_after_forward_bytes[stage],
-            stage_costs.held_after_backward_bytes[stage],
-        )
-        stages.append(StageCosts(times, *activations, offloaded_bytes))
-    figures = replay(schedule.to_json(), stages, stage_costs.send_us)
     verify(schedule, limit, costs)
-    assert figures.makespan == pytest.approx(result.value)
-    assert figures.peak == pytest.approx(result.peak)
-    assert max(figures.peak) <= limit * (1 + 1e-9)
+    assert is_complete(schedule)
+    times = replay(schedule, stage_costs)
+    assert len(times) == sum(map(len, schedule.order))
+    assert max(end for _, end in times.values()) == pytest.approx(result.value)
+    assert peaks(schedule, stage_costs) == pytest.approx(result.peak)
+    assert max(result.peak) <= limit * (1 + 1e-9)
     assert result.lower_bound <= result.value
-    return figures
+    return len(offloaded_chunks(schedule))
 
 
 CELLS = [(32, 10, 10.7), (32, 8, 12.4), (32, 4, 15.4), (64, 8, 13.2), (64, 4, 15.3)]
@@ -60,7 +49,8 @@ CELLS = [(32, 10, 10.7), (32, 8, 12.4), (32, 4, 15.4), (64, 8, 13.2), (64, 4, 15
 def test_target_overheads_are_reached(microbatches: int, limit: float, max_overhead: float) -> None:
     costs = costs_of(8, 1.0)
     result = plan(costs, 8, microbatches, limit, trades=True)
-    assert replayed_figures(result, costs, limit).makespan - 6 * microbatches <= max_overhead + 1e-6
+    check_plan(result, costs, limit)
+    assert result.value - 6 * microbatches <= max_overhead + 1e-6
     for evaluated in result.evaluated_strategies:
         assert evaluated.value is None or evaluated.value >= result.value * (1 - 1e-6)
 
@@ -69,7 +59,7 @@ def test_target_overheads_are_reached(microbatches: int, limit: float, max_overh
 def test_plan_is_not_worse_than_without_offload_or_first_chunk_only(limit: float) -> None:
     costs = costs_of(4, 1.0)
     result = plan(costs, 4, 12, limit, trades=True, steps=60_000)
-    replayed_figures(result, costs, limit)
+    check_plan(result, costs, limit)
     strategies = {evaluated.strategy: evaluated for evaluated in result.evaluated_strategies}
     _, first, _ = memory_strategies(True, v_shape(4))
     assert first.throughout == (0, 1, 2, 3)
@@ -85,9 +75,7 @@ def test_plan_chooses_offloaded_activations() -> None:
     """A smaller limit needs more offload; a large limit needs none."""
     costs = costs_of(4, 1.0)
     offload_counts = [
-        replayed_figures(
-            plan(costs, 4, 12, limit, trades=True, steps=40_000), costs, limit
-        ).num_offloaded
+        check_plan(plan(costs, 4, 12, limit, trades=True, steps=40_000), costs, limit)
         for limit in (2.5, 5.0)
     ]
     assert 96 >= offload_counts[0] > offload_counts[1] > 0
@@ -102,7 +90,7 @@ def test_host_memory_limit_is_respected() -> None:
     values = []
     for host_limit in (100.0, 4.0, 2.0, 0.5):
         result = plan(costs, 4, 12, 3.0, trades=True, in_host=host_limit, steps=40_000)
-        replayed_figures(result, costs, 3.0)
+        check_plan(result, costs, 3.0)
         values.append(result.value)
         peaks = peak_moved(result.schedule, costs)
         assert max(peaks) <= host_limit
@@ -208,7 +196,7 @@ def test_slices_can_be_offloaded(slices: int, limit: float, in_host: float) -> N
     """Below one microbatch of a device's layers, the minimum of sliced orders without offload."""
     costs, options = costs_of(2, 1.0), {"trades": True, "steps": 3000, "in_host": in_host}
     result = plan(costs, 2, 4, limit, placements=[v_shape(2)], slices=slices, **options)
-    assert replayed_figures(result, costs, limit).num_offloaded
+    assert check_plan(result, costs, limit)
     assert max(peak_moved(result.schedule, costs)) <= in_host
     options |= {"placements": [v_shape(2)], "slices": slices, "whole": True}
     assert plan(replace(costs, host_us=0.01), 2, 4, limit, **options).schedule.slices == slices

@@ -21,7 +21,7 @@ def test_skips_for_hardware_and_optional_libraries_are_permitted() -> None:
     ("reasons", "problem"),
     [
         (["it takes long"], "names no hardware or optional library: it takes long"),
-        (["ortools is not installed"] * (MOST_SKIPS + 1), f"at most {MOST_SKIPS} may be"),
+        (["matplotlib is not installed"] * (MOST_SKIPS + 1), f"at most {MOST_SKIPS} may be"),
     ],
 )
 def test_excess_is_described(reasons: list[str], problem: str) -> None:
@@ -29,7 +29,7 @@ def test_excess_is_described(reasons: list[str], problem: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "exit_code"), [("ortools is not installed", 0), ("it takes long", 1)]
+    ("reason", "exit_code"), [("matplotlib is not installed", 0), ("it takes long", 1)]
 )
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_run_fails_for_an_unknown_reason(

@@ -19,7 +19,6 @@ pytest.importorskip("numba", reason="without numba a plan takes minutes")
 
 COST = {"forward": 1, "backward": 1.15, "weight": 0.85, "send": 0.05}
 DEVICES, MICROBATCHES = 5, 9
-"""Too large for the exact solver, which could find a better schedule on the command line."""
 
 
 def planned(
