@@ -73,12 +73,6 @@ def test_block_overlapping_its_copy_is_rejected() -> None:
     )
 
 
-def test_v_block_whose_passes_meet_is_rejected() -> None:
-    hops = ((3,), (1,), (3,), (1,))
-    with pytest.raises(ScheduleError, match="the block mine does not repeat: .* meet in slot"):
-        blocks._v_block("mine", 4, hops, turns=(1, 2, 1))
-
-
 def test_repeating_keeps_the_slots() -> None:
     timeline = repeat(blocks.one_f_one_b(3), 4)
     assert timeline.draw() == "F  F  FBWFBW BW BW\n F  FBWFBWFBW BW\n  FBWFBWFBWFBW"

@@ -114,12 +114,10 @@ def test_local_search_changes_only_passes_outside_the_window() -> None:
     improve.local_search(shop, state, *window, 5000)
     for device, (low, high) in enumerate(zip(*window, strict=True)):
         assert np.array_equal(state.row[device, low:high], initial_rows[device, low:high])
-    longer = orders.splice(state.row, *window, 1, 20, 57)
+    longer, shop = orders.splice(state.row, *window, 1, 20, 57), make_shop(57, 10, 1, 1.3, 0.7, 0.1)
     full = improve.new_state(longer, 1)
-    assert improve.settle(make_shop(57, 10, 1, 1.3, 0.7, 0.1), full)
-    assert improve.measure(make_shop(57, 10, 1, 1.3, 0.7, 0.1), longer) == improve.objective(
-        make_shop(57, 10, 1, 1.3, 0.7, 0.1), full
-    )
+    assert improve.settle(shop, full)
+    assert improve.measure(shop, longer) == improve.objective(shop, full)
 
 
 def test_splice_of_a_cyclic_order_repeats_it() -> None:

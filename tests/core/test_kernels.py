@@ -12,7 +12,7 @@ from offloaded import with_offloads
 from posting import with_device_waits_at_copies, with_gaps_by_stream, with_receives_one_pass_earlier
 from strategies import catalogue_schedules, costs_of
 
-from megatron_vshape import Costs, Schedule, ScheduleError, lower, make, simulate
+from megatron_vshape import Costs, Schedule, lower, make, simulate
 from megatron_vshape.core.model.kinds import COPY_OUT, PARTS
 from megatron_vshape.core.model.passes import Pass
 from megatron_vshape.core.paper.catalogue import NAMES
@@ -253,10 +253,3 @@ def test_fused_passes_keep_their_times() -> None:
             assert (start, end) == (times[parts[0]].start, times[parts[-1]].end)
             fused += len(parts) - 1
     assert fused
-
-
-def test_deadlocking_schedule_is_rejected() -> None:
-    rows = ("F0.0 BW0.0 F0.1 BW0.1", "F1.0 F1.1 BW1.0 BW1.1")
-    order = tuple(tuple(map(Pass.parse, row.split())) for row in rows)
-    with pytest.raises(ScheduleError, match="the schedule deadlocks"):
-        lower(Schedule("bad", 2, 2, (0, 1), order), kernels=True)

@@ -86,7 +86,7 @@ def test_no_move_brings_a_split_closer_to_the_limit(
     for source, target in itertools.permutations(range(len(placement)), 2):
         moved = [n - (s == source) + (s == target) for s, n in enumerate(fitting)]
         if placement[source] != placement[target] and all(moved[1:-1]) and min(moved) >= 0:
-            assert max(limit, largest_need(moved)) >= largest_need(fitting)
+            assert max(limit, largest_need(moved)) >= largest_need(fitting) * (1 - 1e-9)
     assert fitting == layers or limit_share < 1
 
 

@@ -189,6 +189,8 @@ def test_deadlocking_messages_are_rejected() -> None:
         "    device 0 waits for B1.0 from device 1\n"
         "    device 1 waits for F0.1 from device 0"
     )
+    with pytest.raises(ScheduleError, match="the schedule deadlocks"):
+        lower(Schedule("bad", 2, 2, (0, 1), order), kernels=True)
 
 
 def test_stream_from_two_devices_is_posted_per_source() -> None:

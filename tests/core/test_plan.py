@@ -11,7 +11,7 @@ from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import MAX_GAP
 from megatron_vshape.core.model.pieces import Pieces
 from megatron_vshape.core.model.stage_costs import StageCosts
-from megatron_vshape.core.plan import frontier, plan_request, published_schedules
+from megatron_vshape.core.plan import frontier, plan_request
 from megatron_vshape.core.planner import search
 from megatron_vshape.core.planner.orders import Candidate, PlacementSearch, Run
 from megatron_vshape.core.request import PlanRequest, PlanResult
@@ -87,13 +87,6 @@ def test_plus_name_accepts_costs_of_finer_stages() -> None:
         for costs in (fine, coarse)
     ]
     assert schedules[0] == schedules[1]
-
-
-def test_published_schedules_are_evaluated_for_a_frontier() -> None:
-    request = PlanRequest(AUTO, 4, 8, uniform_costs(4, REAL))
-    schedules = {evaluated.schedule.name: evaluated for evaluated in published_schedules(request)}
-    assert {"1f1b", "v-half", "zb-h2"} <= schedules.keys()
-    assert max(schedules["v-half"].peak) == pytest.approx(6)
 
 
 def test_plan_exceeding_its_limit_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -302,13 +302,6 @@ def kinds_of(schedule: Schedule) -> set[Kind]:
     return {work.kind for row in schedule.order for work in row}
 
 
-def test_simulation_uses_full_backward_time() -> None:
-    costs = Costs.uniform(2, 2).having(whole_backward_us=(3.0, 2.5))
-    # A stage needs 2 for each of F, B and W: F F in one direction, BW BW in the other.
-    assert simulate(make("gpipe", 2, 1), costs).makespan == 2 + 2 + 2.5 + 3
-    assert [costs.time_us(kind, 1) for kind in (*PARTS, Kind.BW)] == [2, 2, 2, 2.5]
-
-
 def test_full_backward_time_is_regrouped_with_layers() -> None:
     layer, end = (
         StageCosts.of(10.0, 11.0, 9.0, 4.0, 1.0).changed({SAVED_US: 3.0}),

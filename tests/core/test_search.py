@@ -15,7 +15,6 @@ from megatron_vshape.core.model.kinds import PARTS
 from megatron_vshape.core.model.pieces import regroup
 from megatron_vshape.core.model.placement import (
     default_placements,
-    linear,
     looping,
     v_shape,
     zigzag,
@@ -214,14 +213,6 @@ def test_overhead_is_independent_of_microbatches_without_steady_bubble() -> None
 def test_plan_at_v_half_memory_is_faster_than_v_half() -> None:
     costs = Costs.uniform(8, 16, 1, 2, 1, 0.05)
     assert plan(costs, 8, 64, 10, steps=100_000).overhead < 60  # V-Half: 103.9
-
-
-@pytest.mark.parametrize("placement", [linear(4), looping(4, 3), v_shape(4)])
-def test_linear_and_looping_placements_fit(placement: tuple[int, ...]) -> None:
-    costs = Costs.uniform(4, len(placement), *REAL)
-    result = plan(costs, 4, 9, 10, placements=[placement], steps=STEPS)
-    assert result.schedule.placement == placement
-    check_plan(result, costs, (10.0,) * 4)
 
 
 @pytest.mark.parametrize("limit", [4, 11])

@@ -72,12 +72,13 @@ def test_plan_is_not_worse_than_without_offload_or_first_chunk_only(limit: float
 
 
 def test_plan_chooses_offloaded_activations() -> None:
-    """A smaller limit needs more offload; a large limit needs none."""
-    costs = costs_of(4, 1.0)
+    """A smaller limit needs more offload and is slower; a large limit needs none."""
+    costs, limits = costs_of(4, 1.0), (2.5, 5.0)
+    plans = [plan(costs, 4, 12, limit, trades=True, steps=40_000) for limit in limits]
     offload_counts = [
-        check_plan(plan(costs, 4, 12, limit, trades=True, steps=40_000), costs, limit)
-        for limit in (2.5, 5.0)
+        check_plan(result, costs, limit) for result, limit in zip(plans, limits, strict=True)
     ]
+    assert plans[0].value > plans[1].value
     assert 96 >= offload_counts[0] > offload_counts[1] > 0
     plain = plan(without_copies(costs), 4, 12, 24.0, steps=40_000)
     unlimited = plan(costs, 4, 12, 24.0, trades=True, steps=40_000)
@@ -101,19 +102,6 @@ def test_host_memory_limit_is_respected() -> None:
     assert values[0] < values[1] < values[2] < values[3]
     plain = plan(without_copies(costs), 4, 12, 3.0, steps=40_000)
     assert values[3] == pytest.approx(plain.value)
-
-
-def test_larger_memory_limit_is_never_slower() -> None:
-    """For device and host memory in these cells; it is not proved in general."""
-    costs, sizes = costs_of(4, 1.0), (4, 12)
-    values = [plan(costs, *sizes, limit, trades=True, steps=60_000).value for limit in (2.5, 3, 5)]
-    assert values == sorted(values, reverse=True)
-    host_limits = (1.0, 2.0, 4.0, 8.0, math.inf)
-    host_values = [
-        plan(costs, *sizes, 3.0, trades=True, steps=60_000, in_host=host_limit).value
-        for host_limit in host_limits
-    ]
-    assert host_values == sorted(host_values, reverse=True)
 
 
 def max_offloaded_at_once(timeline: Timeline) -> int:
