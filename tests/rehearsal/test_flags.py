@@ -1,10 +1,10 @@
 """Training commands are read from words, files and scripts; errors name the wrong option."""
 
 import re
-import textwrap
 from pathlib import Path
 
 import pytest
+from rehearsal.flags import differing_flags, written
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.command import (
@@ -20,12 +20,6 @@ from megatron_vshape.rehearsal.sources import find_script
 from megatron_vshape.rehearsal.start_rules import check_model
 
 FLAGS = ("--num-layers", "8", "--pipeline-model-parallel-size", "4", "--bf16")
-
-
-def written(folder: Path, name: str, text: str) -> str:
-    file = folder / name
-    file.write_text(textwrap.dedent(text))
-    return str(file)
 
 
 def test_a_command_line_with_a_launcher_is_read() -> None:
@@ -141,7 +135,6 @@ def test_a_script_that_imports_a_missing_package_is_replaced(
 ) -> None:
     pytest.importorskip("torch")
     script = Path(written(tmp_path, "pretrain_gpt.py", source))
-    (tmp_path / "parts").mkdir()
     written(tmp_path, "parts/__init__.py", "")
     written(tmp_path, "parts/loop.py", "import megatron_patch\n")
     is_own = find_script(str(script), None) == script.resolve()
@@ -238,8 +231,7 @@ launch --bf16
 
 
 def test_sourced_files_and_called_functions_are_read(tmp_path: Path) -> None:
-    (tmp_path / "models").mkdir()
-    written(tmp_path / "models", "dense.sh", "LAYERS=8\nMODEL=(--num-layers $LAYERS)\n")
+    written(tmp_path, "models/dense.sh", "LAYERS=8\nMODEL=(--num-layers $LAYERS)\n")
     file = written(tmp_path, "train.sh", SOURCED)
     assert " ".join(read_command([file]).flags) == (
         "--num-layers 8 --pipeline-model-parallel-size 4 --seq-length 4096 --bf16"
@@ -538,18 +530,16 @@ def test_commands_of_slime_have_sizes_of_their_packed_microbatches(tmp_path: Pat
     )
     command = read_command([script])
     assert command.script == "pretrain_gpt.py"
-    assert command.number("--seq-length", 0) == 2 * 5000  # of both context-parallel ranks
-    # 256 responses of 3000 tokens are 77 sequences, and 4 replicas have the same number
-    assert command.number("--global-batch-size", 0) == 4 * 20
-    assert command.number("--micro-batch-size", 0) == 1
-    assert command.has("--bf16")
-    assert command.has("--use-distributed-optimizer")
+    # 5000 tokens on both context-parallel ranks; 256 responses of 3000 tokens are 77 sequences, and
+    # 4 replicas have the same number.
+    sizes = f"--seq-length {2 * 5000} --global-batch-size {4 * 20} --micro-batch-size 1"
+    assert differing_flags(command, f"{sizes} --bf16 --use-distributed-optimizer") == {}
     assert any("responses with 3,000 tokens" in note for note in command.notes)
     with pytest.raises(ScheduleError, match=r"without a value: \$LIMIT"):
         read_command(["train.py", *packed.split(), "$LIMIT"])
     fixed = read_command(f"train.py {SLIME}--fp16 --seq-length 512 --micro-batch-size 4".split())
-    sizes = ("--seq-length", "--global-batch-size", "--micro-batch-size")
-    assert [fixed.number(size, 0) for size in sizes] == [512, 256, 4]
+    sizes = "--seq-length 512 --global-batch-size 256 --micro-batch-size 4"
+    assert differing_flags(fixed, sizes) == {}
     assert not fixed.has("--bf16")
 
 
@@ -577,8 +567,6 @@ EXECUTED_MODEL = 'def model_args() -> str:\n    return open("executed", "w") or 
 
 
 def test_model_files_of_miles_are_evaluated(tmp_path: Path) -> None:
-    (tmp_path / "scripts" / "models").mkdir(parents=True)
-    (tmp_path / "miles" / "utils" / "external").mkdir(parents=True)
     program = "miles/utils/external/model_args_utils.py"
     written(tmp_path, program, MODEL_PROGRAM)
     for name, text in {"moe": MODEL_FILE, "small": SMALLER_MODEL, "bad": EXECUTED_MODEL}.items():

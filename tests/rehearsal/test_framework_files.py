@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rehearsal.flags import differing_flags, written
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.command import Command, launched_gpus
@@ -21,13 +22,6 @@ pytest.importorskip("megatron.training.arguments")
 yaml = pytest.importorskip("yaml")
 
 MODEL = ("--num-layers", "32", "--hidden-size", "4096", "--num-attention-heads", "32")
-
-
-def written(folder: Path, name: str, text: str) -> Path:
-    file = folder / name
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
-    return file
 
 
 NEMO_RL_BASE = """
@@ -79,25 +73,18 @@ cluster: {num_nodes: 4}
 
 def nemo_rl(folder: Path, child: str = NEMO_RL) -> Command:
     written(folder, "base.yaml", NEMO_RL_BASE)
-    return read_command([str(written(folder, "recipes/child.yaml", child))])
+    return read_command([written(folder, "recipes/child.yaml", child)])
 
 
 def test_a_recipe_of_nemo_rl_follows_its_defaults(tmp_path: Path) -> None:
     command = nemo_rl(tmp_path)
-    numbers = {
-        "--tensor-model-parallel-size": 2,
-        "--pipeline-model-parallel-size": 4,
-        "--decoder-first-pipeline-num-layers": 7,
-        "--seq-length": 4096,
-        "--global-batch-size": 512,
-        "--micro-batch-size": 1,
-        "--recompute-num-layers": 1,
-    }
-    assert {flag: command.number(flag, 0) for flag in numbers} == numbers
-    assert command.value("--recompute-granularity") == "full"
-    assert command.has("--bf16")
-    assert command.has("--grad-reduce-in-bf16")
-    assert command.has("--use-distributed-optimizer")
+    flags = """
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --seq-length 4096
+        --decoder-first-pipeline-num-layers 7 --global-batch-size 512 --micro-batch-size 1
+        --recompute-granularity full --recompute-num-layers 1 --bf16 --grad-reduce-in-bf16
+        --use-distributed-optimizer
+    """
+    assert differing_flags(command, flags) == {}
     assert not command.has("--mtp-num-layers")
     assert not command.has("--fp8-format")
     assert launched_gpus(command) == (32, "")
@@ -175,25 +162,21 @@ actor_train:
 
 def roll(folder: Path, text: str = ROLL) -> Command:
     written(folder, "shared/envs.yaml", "prompt_length: 512\nnum_envs: 4\n")
-    return read_command([str(written(folder, "pipelines/run.yaml", text))])
+    return read_command([written(folder, "pipelines/run.yaml", text)])
 
 
 def test_a_pipeline_of_roll_trains_its_actor(tmp_path: Path) -> None:
     command = roll(tmp_path)
-    numbers = {
-        "--tensor-model-parallel-size": 2,
-        "--pipeline-model-parallel-size": 4,
-        "--num-virtual-stages-per-pipeline-rank": 2,
-        "--seq-length": 4096,
-        "--micro-batch-size": 2,
-        "--global-batch-size": 2 * 8 * 2,  # on two replicas
-        "--recompute-num-layers": 1,
-    }
-    assert {flag: command.number(flag, 0) for flag in numbers} == numbers
+    batch = 2 * 8 * 2  # on two replicas
+    flags = f"""
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --recompute-num-layers 1
+        --num-virtual-stages-per-pipeline-rank 2 --seq-length 4096 --micro-batch-size 2
+        --global-batch-size {batch} --no-rope-fusion
+    """
+    assert differing_flags(command, flags) == {}
     assert launched_gpus(command) == (16, "")
     assert command.model_name == "example/Model-8B"
     assert command.lora == LoraConfig(16, ("linear_qkv", "linear_proj"))
-    assert command.has("--no-rope-fusion")
 
 
 @pytest.mark.parametrize(
@@ -243,7 +226,7 @@ def primus(folder: Path, text: str = PRIMUS) -> Command:
         "micro_batch_size: 2\nglobal_batch_size: 16\nbf16: true\nseq_length: 1024\nload: null\n"
     )
     written(configs, "modules/megatron/pre_trainer.yaml", module)
-    return read_command([str(written(folder, "examples/megatron/run.yaml", text))])
+    return read_command([written(folder, "examples/megatron/run.yaml", text)])
 
 
 def test_an_experiment_of_primus_extends_its_model(
@@ -251,16 +234,11 @@ def test_an_experiment_of_primus_extends_its_model(
 ) -> None:
     monkeypatch.setenv("PRIMUS_PP", "4")
     command = primus(tmp_path)
-    numbers = {
-        "--num-layers": 12,
-        "--hidden-size": 128,
-        "--num-attention-heads": 4,
-        "--seq-length": 4096,
-        "--pipeline-model-parallel-size": 4,
-        "--global-batch-size": 16,
-    }
-    assert {flag: command.number(flag, 0) for flag in numbers} == numbers
-    assert command.has("--swiglu")
+    flags = """
+        --num-layers 12 --hidden-size 128 --num-attention-heads 4 --seq-length 4096 --swiglu
+        --pipeline-model-parallel-size 4 --global-batch-size 16
+    """
+    assert differing_flags(command, flags) == {}
     assert not command.has("--train-data-path")
     assert "no arguments of Megatron, ignored: use_turbo_attention" in caplog.text
     check_model(command)
@@ -296,26 +274,20 @@ megatron sft \
 
 def test_an_experiment_of_primus_needs_its_checkout(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match="read the file in a checkout of Primus"):
-        read_command([str(written(tmp_path, "run.yaml", PRIMUS))])
+        read_command([written(tmp_path, "run.yaml", PRIMUS)])
 
 
 def test_a_command_of_ms_swift_becomes_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PP", "2")
-    command = read_command([str(written(tmp_path, "sft.sh", SWIFT))])
-    numbers = {
-        "--tensor-model-parallel-size": 4,
-        "--pipeline-model-parallel-size": 2,
-        "--num-virtual-stages-per-pipeline-rank": 2,
-        "--seq-length": 8192,
-        "--micro-batch-size": 2,
-        "--global-batch-size": 16,
-    }
-    assert {flag: command.number(flag, 0) for flag in numbers} == numbers
-    assert command.has("--sequence-parallel")
-    assert command.has("--use-distributed-optimizer")
-    assert command.value("--recompute-granularity") == "full"
+    command = read_command([written(tmp_path, "sft.sh", SWIFT)])
+    flags = """
+        --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --sequence-parallel
+        --num-virtual-stages-per-pipeline-rank 2 --seq-length 8192 --micro-batch-size 2
+        --global-batch-size 16 --use-distributed-optimizer --recompute-granularity full
+    """
+    assert differing_flags(command, flags) == {}
     assert not command.has("--packing")
     assert launched_gpus(command) == (16, "")
     assert command.model_name == "example/Model-32B"
@@ -380,13 +352,12 @@ def test_the_router_of_ms_swift_is_in_fp32(flags: str, dtype: str | None) -> Non
 
 def test_arguments_of_ms_swift_in_a_file(tmp_path: Path) -> None:
     text = "model: example/Model-7B\nmax_length: 2048\nmicro_batch_size: 4\ntuner_type: lora\n"
-    file = str(written(tmp_path, "sft.yaml", text))
+    file = written(tmp_path, "sft.yaml", text)
     flags = "--micro_batch_size", "2", "--loss_scale", "last_round"
     for words in ([file, *flags], ["--config", file, *flags]):
         command = read_command(["megatron", "sft", *words])
         assert command.model_name == "example/Model-7B"
-        assert command.number("--seq-length", 0) == 2048
-        assert command.number("--micro-batch-size", 0) == 2
+        assert differing_flags(command, "--seq-length 2048 --micro-batch-size 2") == {}
         assert command.lora is not None
         assert not command.has("--loss-scale")  # in ms-swift, it weights tokens
 
@@ -396,25 +367,24 @@ def test_overrides_of_a_recipe_need_the_model(tmp_path: Path) -> None:
         "model: {seq_length: 4096, pipeline_model_parallel_size: 2}\n"
         "train: {global_batch_size: 32, micro_batch_size: 2}\noptimizer: {lr: 0.0003}\n"
     )
-    file = str(written(tmp_path, "override.yaml", text))
+    file = written(tmp_path, "override.yaml", text)
     with pytest.raises(ScheduleError, match="has no --num-layers, --hidden-size, "):
         check_model(read_command([file]))
     command = read_command([file, *MODEL])
     check_model(command)
-    assert command.number("--pipeline-model-parallel-size", 1) == 2
-    assert command.number("--global-batch-size", 0) == 32
-    assert command.layers == 32
+    flags = "--pipeline-model-parallel-size 2 --global-batch-size 32 --num-layers 32"
+    assert differing_flags(command, flags) == {}
     with pytest.raises(ScheduleError, match="sets model.freeze_vision_model"):
-        read_command([str(written(tmp_path, "v.yaml", "model: {freeze_vision_model: true}\n"))])
+        read_command([written(tmp_path, "v.yaml", "model: {freeze_vision_model: true}\n")])
     with pytest.raises(ScheduleError, match="only language models"):
-        read_command([str(written(tmp_path, "w.yaml", "model: {crossattn_emb_size: 64}\n"))])
+        read_command([written(tmp_path, "w.yaml", "model: {crossattn_emb_size: 64}\n")])
 
 
 def test_a_checkpoint_of_a_recipe_names_the_model(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = "checkpoint: {pretrained_checkpoint: /ckpt/Qwen3-8B-Base}\nmodel: {seq_length: 8192}\n"
-    command = read_command([str(written(tmp_path, "sft.yaml", text))])
+    command = read_command([written(tmp_path, "sft.yaml", text)])
     assert find_model(command.model_name).stem == "qwen3_8b"
     assert "settings of the recipe without an override are not included" in caplog.text
 
@@ -431,18 +401,17 @@ srun bash -c "$CMD"
 def test_a_recipe_with_overrides_is_read(tmp_path: Path) -> None:
     sizes = "model.pipeline_model_parallel_size=2 train.global_batch_size=64 peft.dim=16"
     text = RECIPE.format(recipe="qwen3_600m_peft_128k_config", overrides=sizes)
-    command = read_command([str(written(tmp_path, "sft.sh", text))])
+    command = read_command([written(tmp_path, "sft.sh", text)])
     assert find_model(command.model_name).stem == "qwen3_0_6b"
     assert command.number("--tensor-model-parallel-size", 1) == 4
     assert command.number("--global-batch-size", 1) == 64
     assert command.value("--fp8-recipe") == "mxfp8"
     assert command.has("--cross-entropy-loss-fusion")
     assert launched_gpus(command) == (16, "")
-    assert command.lora is not None
     assert command.lora.rank == 16
     text = RECIPE.format(recipe="qwen3_8b_sft_config", overrides="model.freeze_vision_model=True")
     with pytest.raises(ScheduleError, match="qwen3_8b_sft_config has sizes that only Megatron-Br"):
-        read_command([str(written(tmp_path, "sft.sh", text))])
+        read_command([written(tmp_path, "sft.sh", text)])
 
 
 NEMOTRON = """
@@ -462,15 +431,15 @@ def test_a_configuration_of_nemotron_names_its_recipe(
     monkeypatch.setenv("TENSOR_SIZE", "2")
     file = written(tmp_path, "sft.yaml", NEMOTRON.format(precision="bf16_mixed"))
     with pytest.raises(ScheduleError, match="nemotron_3_nano_peft_config has sizes that only"):
-        read_command([str(file)])
-    command = read_command([str(file), "--pipeline-model-parallel-size", "1"])
+        read_command([file])
+    command = read_command([file, "--pipeline-model-parallel-size", "1"])
     assert find_model(command.model_name).stem == "nemotron_3_nano"
     assert command.number("--tensor-model-parallel-size", 1) == 2
     assert not command.has("--seq-length")
     assert command.lora is not None
     file = written(tmp_path, "pretrain.yaml", NEMOTRON.format(precision="nemotron_h_mixed"))
     with pytest.raises(ScheduleError, match="'nemotron_h_mixed' is a name that only Bridge knows"):
-        read_command([str(file), "--pipeline-model-parallel-size", "1"])
+        read_command([file, "--pipeline-model-parallel-size", "1"])
 
 
 RLINF = """
@@ -499,7 +468,7 @@ actor:
 )
 def test_the_actor_of_rlinf(tmp_path: Path, packs: str, sizes: tuple[int, ...]) -> None:
     text = RLINF.format(gpus="4-11", packs=packs, backend="megatron")
-    command = read_command([str(written(tmp_path, "grpo.yaml", text))])
+    command = read_command([written(tmp_path, "grpo.yaml", text)])
     names = ("--seq-length", "--micro-batch-size", "--global-batch-size")
     assert tuple(command.number(name, 0) for name in names) == sizes
     assert command.number("--pipeline-model-parallel-size", 1) == 2
@@ -513,11 +482,11 @@ def test_the_actor_of_rlinf(tmp_path: Path, packs: str, sizes: tuple[int, ...]) 
 
 def test_all_gpus_of_rlinf_are_unknown_and_fsdp_is_rejected(tmp_path: Path) -> None:
     text = RLINF.format(gpus="all", packs="false", backend="megatron")
-    command = read_command([str(written(tmp_path, "all.yaml", text))])
+    command = read_command([written(tmp_path, "all.yaml", text)])
     assert command.notes[1] == "It uses all GPUs of 2 nodes: set their number with --gpus."
     text = RLINF.format(gpus="all", packs="false", backend="fsdp")
     with pytest.raises(ScheduleError, match="trains without Megatron: actor.training_backend is "):
-        read_command([str(written(tmp_path, "fsdp.yaml", text))])
+        read_command([written(tmp_path, "fsdp.yaml", text)])
 
 
 MINDSPEED_RL = """
@@ -543,13 +512,13 @@ def test_mindspeed_rl_has_a_file_for_its_model(tmp_path: Path) -> None:
     text = MINDSPEED_RL.replace('"15,17"', f'"15,17", {sizes}')
     names = ("--seq-length", "--micro-batch-size", "--global-batch-size")
     text_of_rl = text.format(stage="ray_grpo", pairs="false") + MINDSPEED_RL_BATCHES
-    command = read_command([str(written(tmp_path, "grpo.yaml", text_of_rl))])
+    command = read_command([written(tmp_path, "grpo.yaml", text_of_rl)])
     assert tuple(command.number(name, 0) for name in names) == (8192, 1, 128)
     assert command.layers == 32
     assert command.value("--pipeline-model-parallel-layout") == f"E{15 * 't'}|{17 * 't'}L"
     assert launched_gpus(command) == (16, "")
     command = read_command(
-        [str(written(tmp_path, "dpo.yaml", text.format(stage="dpo", pairs="true")))]
+        [written(tmp_path, "dpo.yaml", text.format(stage="dpo", pairs="true"))]
     )
     assert tuple(command.number(name, 0) for name in names) == (512, 2, 64)
     assert command.reference is Reference.FORWARD
@@ -588,7 +557,7 @@ def test_a_value_of_another_type_is_rejected_or_read(tmp_path: Path, sample: str
                 section = section[key]
             section[path[-1]] = value
             with suppress(ScheduleError):
-                read_command([str(written(tmp_path, "changed.yaml", yaml.safe_dump(content)))])
+                read_command([written(tmp_path, "changed.yaml", yaml.safe_dump(content))])
 
 
 NEOX = {"pipe-parallel-size": 4, "model-parallel-size": 2, "num-layers": 44, "hidden-size": 6144}
@@ -615,7 +584,7 @@ def test_files_of_other_libraries_are_named(
     """A file of GPT-NeoX was estimated with one GPU, because its sizes have other names."""
     file = written(tmp_path, f"file.{suffix}", json.dumps(content))
     with pytest.raises(ScheduleError, match=f"is a file of {library}.*, a format that is not"):
-        read_command([str(file)])
+        read_command([file])
 
 
 @pytest.mark.parametrize(
@@ -630,4 +599,4 @@ def test_a_file_that_is_not_understood_is_no_estimate(tmp_path: Path, name: str,
     """Files with `defaults` and scripts of a model by name were estimated without layers."""
     file = written(tmp_path, name, text)
     with pytest.raises(ScheduleError):
-        check_model(read_command([str(file)]))
+        check_model(read_command([file]))

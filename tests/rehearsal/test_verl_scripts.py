@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from rehearsal.flags import differing_flags
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.command import Command, launched_gpus
@@ -55,23 +56,14 @@ def test_a_script_of_verl_becomes_flags(tmp_path: Path, caplog: pytest.LogCaptur
     file = tmp_path / "run.sh"
     file.write_text(SCRIPT)
     command = read_command([str(file)])
-    expected = {
-        "--tensor-model-parallel-size": 2,
-        "--pipeline-model-parallel-size": 4,
-        "--context-parallel-size": 2,
-        "--num-virtual-stages-per-pipeline-rank": 2,
-        "--expert-tensor-parallel-size": 2,
-        "--decoder-last-pipeline-num-layers": 6,
-        "--recompute-num-layers": 1,
-        "--seq-length": 8192,
-        "--micro-batch-size": 2,
-        "--global-batch-size": 256,
-    }
-    assert {flag: command.number(flag, 0) for flag in expected} == expected
-    switches = "bf16 sequence-parallel use-distributed-optimizer optimizer-cpu-offload"
-    assert all(command.has(f"--{name}") for name in switches.split())
-    assert command.value("--recompute-granularity") == "full"
-    assert command.value("--attention-backend") == "flash"
+    flags = """
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --context-parallel-size 2
+        --num-virtual-stages-per-pipeline-rank 2 --expert-tensor-parallel-size 2
+        --decoder-last-pipeline-num-layers 6 --recompute-granularity full --recompute-num-layers 1
+        --seq-length 8192 --micro-batch-size 2 --global-batch-size 256 --attention-backend flash
+        --bf16 --sequence-parallel --use-distributed-optimizer --optimizer-cpu-offload
+    """
+    assert differing_flags(command, flags) == {}
     assert not command.has("--recompute-modules")
     assert launched_gpus(command) == (32, "")
     assert command.model_name == "Model-8B"
