@@ -76,7 +76,6 @@ def test_limit_in_gib_is_total_and_in_chunks_activation_memory(
     short = ("--costs", file, "--chunks", "2")
     text = output_of("plan", *SIZES, *short, "--memory-limit", "56GiB")
     peak = re.search(r"peak memory +([\d.]+) GiB, limit 56 GiB\n", text)
-    assert peak is not None
     assert 31.5 < float(peak[1]) <= 56
     assert re.search(r"per rank +[\d. ]+ GiB, including model states of [\d. ]+ GiB", text)
     alone = output_of("plan", *SIZES, *short, "--memory-limit", "6chunks")
@@ -98,10 +97,8 @@ def test_auto_layer_split_makes_a_limit_feasible(
     assert "no schedule fits: the limit of rank" in error_of(*arguments, "37GiB")
     text = output_of(*arguments, "37GiB", "--layer-split", "auto")
     split = re.search(r"--pipeline-layer-split ([\d,]+)", text)
-    assert split is not None
     layers = tuple(map(int, split[1].split(",")))
     assert sum(layers) == 32
     assert layers != (4,) * 8
     peak = re.search(r"peak memory +([\d.]+) GiB, limit 37 GiB\n", text)
-    assert peak is not None
     assert float(peak[1]) <= 37

@@ -107,7 +107,6 @@ def test_local_search_changes_only_passes_outside_the_window() -> None:
     shop = make_shop(20, 10, 1, 1.3, 0.7, 0.1)
     cyclic = orders.cyclic_order_of_block(v_half(DEVICES))
     window = cyclic.window(20)
-    assert window is not None
     state = improve.new_state(cyclic.unroll(20), 3)
     improve.settle(shop, state)
     initial_rows = state.row.copy()
@@ -123,7 +122,6 @@ def test_local_search_changes_only_passes_outside_the_window() -> None:
 def test_splice_of_a_cyclic_order_repeats_it() -> None:
     cyclic = orders.cyclic_order_of_block(v_min(DEVICES))
     window = cyclic.window(16)
-    assert window is not None
     assert np.array_equal(orders.splice(cyclic.unroll(16), *window, 1, 16, 40), cyclic.unroll(40))
 
 
@@ -137,7 +135,6 @@ def test_filled_and_refilled_orders_are_complete_and_fit(block: object, cool: in
         job_shop.fill_idle_time(problem, row, cool),
         job_shop.reinsert_weights(problem, row),
     ):
-        assert order is not None
         assert np.array_equal(np.sort(order, axis=1), np.sort(row, axis=1))
         assert improve.settle(shop, improve.new_state(order, 1))
 
@@ -160,7 +157,6 @@ def test_planner_fills_like_the_paper(name: str, devices: int) -> None:
         )
 
     filled = job_shop.fill_idle_time(problem, numbers(schedule), peak)
-    assert filled is not None
     assert np.array_equal(filled, numbers(reorder(schedule, peak)))
 
 

@@ -236,7 +236,6 @@ def test_instructions_of_a_small_program() -> None:
         "post F0.0, await F0.0, F1.0, F2.0, send F2.0, post B3.0, await B3.0, B2.0, release F2.0, "
         "B1.0, send B1.0, W1.0, release B1.0, W2.0"
     )
-    assert program.planned is not None
     assert program.planned.schedule == program.schedule
 
 
@@ -244,7 +243,6 @@ def test_fused_passes_keep_their_times() -> None:
     schedule = make("v-half", 4, 8)
     timeline = simulate(schedule)
     planned = lower(schedule, timeline, kernels=True).planned
-    assert planned is not None
     times = {slot.work: slot for d in range(4) for slot in timeline.slots(d)}
     fused = 0
     for device in range(4):

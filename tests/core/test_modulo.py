@@ -33,24 +33,17 @@ def unroll(order: SteadyOrder, num_microbatches: int) -> Schedule:
 
 
 @pytest.mark.parametrize("limit", [2, 4, 5, 6, 8, 16])
-def test_schedules_are_complete_and_fit_every_limit(limit: int) -> None:
+def test_orders_fit_every_limit_and_have_the_period_of_a_long_run(limit: int) -> None:
     costs = v_costs(4)
     orders = find_steady_orders(costs, v_shape(4), 4, [limit] * 4, STEPS)
     assert orders
     for order in orders:
-        schedule = unroll(order, 9)
-        verify(schedule, max_held=limit, costs=costs)
-
-
-def test_period_matches_time_per_microbatch_of_a_long_run() -> None:
-    costs = v_costs(4)
-    for limit in (4, 5, 6):
-        orders = find_steady_orders(costs, v_shape(4), 4, [limit] * 4, STEPS)
-        assert orders
-        for order in orders:
-            spans = [simulate(unroll(order, m), costs).makespan for m in (120, 160)]
-            per_microbatch = (spans[1] - spans[0]) / 40
-            assert per_microbatch == pytest.approx(order.period_us / order.microbatches, rel=1e-5)
+        verify(unroll(order, 9), max_held=limit, costs=costs)
+    periods = [order.period_us / order.microbatches for order in orders]
+    assert all(period <= next_period + 1e-6 for period, next_period in pairwise(periods))
+    for order, period in zip(orders, periods, strict=True):
+        spans = [simulate(unroll(order, m), costs).makespan for m in (120, 160)]
+        assert (spans[1] - spans[0]) / 40 == pytest.approx(period, rel=1e-5)
 
 
 @pytest.mark.parametrize("devices", [4, 6, 8])
@@ -60,12 +53,6 @@ def test_no_bubble_at_the_memory_of_v_min_or_v_half(devices: int) -> None:
         best = find_steady_orders(costs, v_shape(devices), devices, [limit] * devices, STEPS)[0]
         busy_us = costs.busy_us(v_shape(devices), devices, 1)
         assert best.period_us == pytest.approx(busy_us)
-
-
-def test_orders_are_sorted_by_period() -> None:
-    orders = find_steady_orders(v_costs(4), v_shape(4), 4, [4] * 4, STEPS)
-    periods = [order.period_us / order.microbatches for order in orders]
-    assert all(period <= next_period + 1e-9 for period, next_period in pairwise(periods))
 
 
 @pytest.mark.parametrize("placement", [linear(4), looping(4, 2), looping(4, 3)])

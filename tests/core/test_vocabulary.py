@@ -284,7 +284,6 @@ def test_named_schedule_follows_the_costs() -> None:
 
 def test_vocabulary_share_is_independent_of_stage_count() -> None:
     costs = vocabulary_request(9.0).costs
-    assert costs is not None
     coarse, finer = regroup(costs, 4, "a plan"), recut(costs, 16, 4, "a plan", 16)
     for amount, (value, *_) in costs.extra_amounts.items():
         assert coarse.extra_amounts[amount] == (value,) * 4

@@ -2,10 +2,9 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
+import bench_nccl
 import pytest
 
 from megatron_vshape.core.paper.catalogue import make
@@ -16,16 +15,6 @@ from megatron_vshape.core.program.lowering import lower
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    """Return the script as a module."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        import bench_nccl
-
-        yield bench_nccl
-
-
 def run_script(*arguments: str, expected: int | None = 0) -> str:
     """Run the script, check its exit code, and return its output."""
     command = [sys.executable, str(BENCHMARKS / "bench_nccl.py"), *arguments]
@@ -34,11 +23,11 @@ def run_script(*arguments: str, expected: int | None = 0) -> str:
     return run.stdout
 
 
-def test_trained_program_hangs_with_early_receives(script: ModuleType) -> None:
-    flags = dict(zip(script.TRAINED, script.TRAINED[1:], strict=False))
+def test_trained_program_hangs_with_early_receives() -> None:
+    flags = dict(zip(bench_nccl.TRAINED, bench_nccl.TRAINED[1:], strict=False))
     microbatches = int(flags["--global-batch-size"]) // int(flags["--micro-batch-size"])
     safe_program = lower(make(flags["--pipeline-schedule"], 2, microbatches), kernels=True)
-    early_program = script.reposted(safe_program, 1)
+    early_program = bench_nccl.reposted(safe_program, 1)
     assert not deadlocks_under_device_sync(safe_program)
     assert deadlocks_under_device_sync(early_program)
     for safe_row, early_row in zip(

@@ -56,7 +56,6 @@ def test_manual_command_works_from_the_repository(tmp_path: Path) -> None:
     for script in scripts:
         script.write_text("pass\n" * 400)
     match = re.search(r"^`(git .*)`\.$", (PATCHES / "README.md").read_text(), re.MULTILINE)
-    assert match is not None
     command = match[1].replace("PATH/Megatron-LM", str(tmp_path))
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
     subprocess.run(["bash", "-ec", command], cwd=ROOT, env=environment, check=True)
@@ -74,7 +73,6 @@ def test_patch_adds_a_few_lines_without_context(row: Row) -> None:
         f"+++ b/{row.file}",
     ]
     hunk = re.fullmatch(r"@@ -(\d+),0 \+(\d+),(\d+) @@", lines[3])
-    assert hunk is not None
     old_start, new_start, count = map(int, hunk.groups())
     assert new_start == old_start + 1
     assert count == len(lines) - 4 <= 5

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from megatron_vshape.rehearsal.gpus import GPUS
+
 BASE = "http://127.0.0.1:8765"
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -32,7 +34,8 @@ def client() -> Iterator[Any]:
 
     from megatron_vshape.playground.server import loopback_hosts, make_app
 
-    app = make_app(loopback_hosts(8765))
+    gpus = {name: gpu.memory_bytes for name, gpu in GPUS.items()}
+    app = make_app(loopback_hosts(8765), gpus=gpus)
     with TestClient(app, base_url=BASE, raise_server_exceptions=True) as client:
         yield client
 
@@ -57,7 +60,6 @@ def _serving(**popen_options: Any) -> Iterator[tuple[subprocess.Popen[str], str]
     code = "import sys; from megatron_vshape.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "playground", "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **popen_options)
-    assert process.stdout is not None
     try:
         match = re.search(r"http://\S+", process.stdout.readline())
         assert match, "the server printed no address"

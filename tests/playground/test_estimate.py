@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +27,6 @@ GPT = f"""torchrun --nproc-per-node 2 /opt/Megatron-LM/pretrain_gpt.py {SIZES} \
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.fixture
-def client() -> Iterator[Any]:
-    for module in ("starlette", "httpx"):
-        pytest.importorskip(module, reason="the extras `playground` and `dev` are not installed")
-    from starlette.testclient import TestClient
-
-    from megatron_vshape.playground.server import loopback_hosts, make_app
-
-    gpus = {name: gpu.memory_bytes for name, gpu in GPUS.items()}
-    app = make_app(loopback_hosts(8765), gpus=gpus)
-    with TestClient(app, base_url="http://127.0.0.1:8765") as client:
-        yield client
 
 
 def estimated(client: Any, **fields: Any) -> list[tuple[str, Any]]:

@@ -65,12 +65,30 @@ EXPERTS = """pretrain_gpt.py --num-layers 16 --num-attention-heads 8 --num-exper
     --recompute-granularity full --num-layers-per-virtual-pipeline-stage 2"""
 
 
+SMALL = """--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 64
+    --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8 --vocab-size 1023
+    --pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform
+    --recompute-num-layers 1 --tokenizer-type NullTokenizer"""
+
+
+def advise(*options: object) -> int:
+    """Run the command for the small model, without headroom, and return its exit status."""
+    words = ["advise", *map(str, options), "--headroom", "0"]
+    return main([*words, "--", "pretrain_gpt.py", *SMALL.split()])
+
+
 def subject(words: str, *flags: str) -> Subject:
     return Subject.of_command([*words.split(), *flags], "")
 
 
 def changes(row: Prediction, model: Subject) -> list[str]:
     return flag_changes(model.command, row_command(row, model, "plan.json"))
+
+
+@pytest.fixture
+def fake_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the dry runs of `advise` by invented counts."""
+    monkeypatch.setattr("megatron_vshape.cli.advice_options.Counts", Fake)
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +149,6 @@ def test_today_has_sequence_parallelism_only_if_the_command_has() -> None:
     assert len({key_of_count(config) for config in (advice.command_config, *advice.neighbors)}) == 2
     comparison = advice.compare()
     today, stock = comparison.today, comparison.stock
-    assert stock is not None
     assert (today.fits, stock.fits) == (False, True)
     assert sizes_text(today.configuration, model) == "TP 2 without SP PP 2"
     assert row_command(stock, model, "").has("--sequence-parallel")
@@ -223,7 +240,6 @@ def test_sizes_whose_last_rank_has_most_work_may_be_the_fastest() -> None:
     )
     advice.neighbors = [recompute_config]
     best = advice.compare().best
-    assert best is not None
     # Without vocabulary parallelism, the output layer alone is slower than this.
     assert step_seconds(best) < 32 * 3e-6 * 0.8 * head
     assert (best.configuration.recompute, best.configuration.vocab_parallel) == (FULL, True)
@@ -253,8 +269,6 @@ def test_a_plan_like_1f1b_needs_the_memory_of_megatron_to_be_stock(
     advice = make_advice(subject(LAYERS_36.replace("36", "8")), pieces)
     plan = advice.predictor.planned_with_layers(advice.command_config, pieces, 0.5)
     stock = advice.published("1f1b", advice.command_config, is_stock=True)
-    assert plan is not None
-    assert stock is not None
     assert plan.is_stock == stock.fits == (dummy_gib < 9.0)
     assert plan.configuration.schedule == ("1f1b" if stock.fits else ADAPTIVE)
     assert step_seconds(plan) == pytest.approx(step_seconds(stock))
@@ -313,7 +327,6 @@ def test_a_split_that_megatron_rejects_is_no_baseline(flags: str, reason: str, f
     assert text.startswith(f"Megatron does not start this command: {reason}")
     assert fix in text
     stock = advice.compare().stock
-    assert stock is not None
     assert stock.fits
     # This package's schedules support uneven layers.
     package_flags = "--pipeline-schedule v-half --pipeline-layer-split auto"
@@ -379,7 +392,6 @@ def test_best_stock_has_no_pipeline_if_that_is_fastest() -> None:
     configs = list(neighbors(advice.command_config, model, 4, ["tp", "cp", "microbatch"]))
     advice.neighbors = [config for config in configs if config.pipeline_parallel in (1, 2)]
     stock = advice.compare().stock
-    assert stock is not None
     assert (stock.configuration.schedule, stock.layers) == ("1f1b", (36,))
     changes_of_flags = changes(stock, model)
     assert changes_of_flags == ["--pipeline-model-parallel-size 1"]
@@ -399,7 +411,6 @@ def test_best_stock_has_full_recompute_if_nothing_else_fits() -> None:
     advice.predictor = replace(advice.predictor, counts=counts)
     comparison = advice.compare()
     today, stock = comparison.today, comparison.stock
-    assert stock is not None
     assert (today.fits, stock.fits) == (False, True)
     assert "--recompute-granularity full" in changes(stock, advice.predictor.subject)
 
@@ -411,8 +422,6 @@ def test_a_stock_row_removes_the_flags_of_the_schedule() -> None:
     v_min = advice.published(
         "v-min", advice.command_config, is_stock=False, layers=(4, 5, 5, 4, 4, 5, 5, 4)
     )
-    assert stock is not None
-    assert v_min is not None
     assert changes(stock, model) == [
         "remove --pipeline-schedule",
         "remove --pipeline-layer-split",
@@ -487,7 +496,6 @@ def test_rehearse_and_advise_agree_whether_a_rank_fits(peak_gib: float, headroom
         headroom_bytes=headroom * gpu.memory_bytes,
     )
     row = advice.published("1f1b", advice.command_config, is_stock=True)
-    assert row is not None
     peak = int(row.ranks[0].allocated)
     assert peak == int(peak_gib * GIB)
     rank_report = report_of(
@@ -508,7 +516,6 @@ def test_the_last_rank_of_a_tied_model_has_a_copy_of_the_embedding() -> None:
         row: Prediction | None = advice.published(
             name, advice.command_config, is_stock=name == "1f1b"
         )
-        assert row is not None
         return [rank.states / GIB for rank in row.ranks]
 
     tied = LAYERS_36.replace("--untie-embeddings-and-output-weights", "")
@@ -517,20 +524,13 @@ def test_the_last_rank_of_a_tied_model_has_a_copy_of_the_embedding() -> None:
     assert states("v-half", tied) == [3, 0, 0, 0]
 
 
-SMALL = """--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 64
-    --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8 --vocab-size 1023
-    --pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform
-    --recompute-num-layers 1 --tokenizer-type NullTokenizer"""
-
-
+@pytest.mark.usefixtures("fake_counts")
 def test_advise_reads_the_grid_of_an_old_sweep_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The best of `sweep --predict-only` is the best row of `advise`, with its flags."""
-    monkeypatch.setattr("megatron_vshape.cli.advice_options.Counts", Fake)
-    path, file = write_sweep(tmp_path), tmp_path / "advice.json"
-    command = ["advise", "--grid", str(path), "--json", str(file), "--headroom", "0"]
-    assert main([*command, "--", "pretrain_gpt.py", *SMALL.split()]) == 0
+    file = tmp_path / "advice.json"
+    assert advise("--grid", write_sweep(tmp_path), "--json", file) == 0
     rows = json.loads(file.read_text())
     loaded = load_sample(tmp_path)
     predictions = [predictor_of(loaded)(config) for config in expand_grid(loaded).possible]
@@ -547,33 +547,26 @@ def test_advise_reads_the_grid_of_an_old_sweep_file(
     assert "Without a pipeline (FSDP2): " in shown.replace("\n", " ")
 
 
+@pytest.mark.usefixtures("fake_counts")
 def test_a_grid_is_compared_for_the_workload_of_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A step of a shorter sequence is no faster configuration; post-validation is a flag."""
-    monkeypatch.setattr("megatron_vshape.cli.advice_options.Counts", Fake)
     workloads = [{"sequence_length": length, "global_batch_size": 8} for length in (16, 64)]
-    file = tmp_path / "advice.json"
-
-    def advise(**sweep: Any) -> int:
-        path = write_sweep(tmp_path, sweep=sweep)
-        command = ["advise", "--grid", str(path), "--json", str(file), "--headroom", "0"]
-        return main([*command, "--", "pretrain_gpt.py", *SMALL.split()])
-
-    rows = {}
+    file, rows = tmp_path / "advice.json", {}
     for name, sweep in {
         "one": {},
         "two": {"workloads": workloads},
         "post-validated": {"post_validation": True},
     }.items():
-        assert advise(**sweep) == 0
+        assert advise("--grid", write_sweep(tmp_path, sweep=sweep), "--json", file) == 0
         rows[name] = json.loads(file.read_text())
     assert rows["one"] == rows["two"]
     assert rows["post-validated"]["stock"] == rows["one"]["stock"]
     assert "--optimizer-post-validation" in rows["post-validated"]["best"]["flags"]
     assert rows["post-validated"]["best"]["step_s"] <= rows["one"]["best"]["step_s"]
     capsys.readouterr()
-    assert advise(workloads=workloads[:1]) == 2
+    assert advise("--grid", write_sweep(tmp_path, sweep={"workloads": workloads[:1]})) == 2
     assert "has no configuration for the workload of the command (64" in capsys.readouterr().err
 
 
@@ -693,17 +686,16 @@ def test_vocabulary_of_the_option_determines_the_work_of_the_output_layer(tmp_pa
     assert Subject.of_command(words, "").vocabulary == 10
 
 
+@pytest.mark.usefixtures("fake_counts")
 def test_grid_lists_configurations_that_are_not_evaluated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """--seconds was ignored, and impossible configurations were omitted without a message."""
-    monkeypatch.setattr("megatron_vshape.cli.advice_options.Counts", Fake)
     grid = {"schedule": ["1f1b", "adaptive"], "pipeline_parallel": [2, 16], "layout": ["even"]}
     path = write_sweep(tmp_path, sweep={"grid": grid})
     shown = {}
     for seconds in ("0", "60"):
-        command = ["advise", "--grid", str(path), "--headroom", "0", "--seconds", seconds]
-        assert main([*command, "--", "pretrain_gpt.py", *SMALL.split()]) == 0
+        assert advise("--grid", path, "--seconds", seconds) == 0
         shown[seconds] = " ".join(capsys.readouterr().out.split())
     for text in shown.values():
         assert "Not evaluated: 2 impossible, such as 1f1b" in text
@@ -712,22 +704,15 @@ def test_grid_lists_configurations_that_are_not_evaluated(
     assert ["planned schedule" in text for text in shown.values()] == [False, True]
 
 
-def test_the_plan_of_a_grid_is_exported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("megatron_vshape.cli.advice_options.Counts", Fake)
+@pytest.mark.usefixtures("fake_counts")
+def test_the_plan_of_a_grid_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid = {"schedule": ["adaptive"], "pipeline_parallel": [2], "layout": ["even"]}
-    path, plan, file = (
-        write_sweep(tmp_path, sweep={"grid": grid}),
-        tmp_path / "plan.json",
-        tmp_path / "advice.json",
-    )
-    command = ["advise", "--grid", str(path), "--headroom", "0"]
-    training = ["--", "pretrain_gpt.py", *SMALL.split()]
-    assert main([*command, "--export", str(plan), "--json", str(file), *training]) == 0
+    path = write_sweep(tmp_path, sweep={"grid": grid})
+    plan, file = tmp_path / "plan.json", tmp_path / "advice.json"
+    assert advise("--grid", path, "--export", plan, "--json", file) == 0
     assert f"--pipeline-schedule {plan}" in json.loads(file.read_text())["best"]["flags"]
     assert Schedule.from_json(plan.read_text()).num_devices == 2
-    assert main([*command, "--keep", "tp", *training]) == 2
+    assert advise("--grid", path, "--keep", "tp") == 2
     assert "--keep tp does not work with --grid" in capsys.readouterr().err
 
 

@@ -65,7 +65,7 @@ def test_a_command_of_a_dry_run_can_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the plan that it names, and the environment that the run would have."""
-    grid = {**SWEEP["grid"], "schedule": ["adaptive"], "microbatch_size": [1]}
+    grid = {**ONE_GRID, "schedule": ["adaptive"]}
     path = write_sweep(tmp_path, sweep={"grid": grid, "run": {**SWEEP["run"], "threads": 3}})
     assert call(path, "--results", tmp_path / "here" / "results.db", "--dry-run") == 0
     command = capsys.readouterr().out.splitlines()[-1]
@@ -162,9 +162,8 @@ def test_results_are_reported_and_no_run_is_repeated(
 def test_retry_failed_runs_failed_runs_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    grid = {**SWEEP["grid"], "schedule": ["1f1b"], "microbatch_size": [1]}
     flaky = {**SWEEP["run"], "arguments": ["--broken-unless", str(tmp_path / "mended")]}
-    path = write_sweep(tmp_path, sweep={"grid": grid, "run": flaky})
+    path = write_sweep(tmp_path, sweep={"grid": ONE_GRID, "run": flaky})
     results = ("--results", tmp_path / "results.db")
     assert call(path, *results) == 1
     shown = capsys.readouterr().out

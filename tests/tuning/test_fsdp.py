@@ -27,7 +27,6 @@ def without_pipeline(number: int, layer: StageCosts = LAYER) -> tuple[Advice, fl
     predictor = replace(advice.predictor, machine=Machine(GPUS["h100"], number))
     advice.predictor = predictor
     row = fsdp.best(predictor, advice.command_config)
-    assert row is not None
     assert row.step_s is not None
     assert row.configuration.data_parallel == number
     return advice, row.step_s, row.ranks[0].allocated
@@ -51,7 +50,6 @@ def test_retained_inputs_are_neither_sharded_nor_gathered() -> None:
     row = fsdp.best(
         replace(advice.predictor, counts=lambda _: counted_inputs), advice.command_config
     )
-    assert row is not None
     assert row.step_s == step_s
     assert row.ranks[0].allocated == pytest.approx(peak + 36 * GIB / 64)
 
@@ -73,8 +71,6 @@ def test_exchanges_are_exposed_where_the_network_is_slower_than_the_computation(
 def test_a_gain_is_reported_if_it_is_larger_than_the_error() -> None:
     advice, _, _ = without_pipeline(8)
     row = fsdp.best(advice.predictor, advice.command_config)
-    assert row is not None
-    assert row.step_s is not None
     within = accuracy.threshold(advice.case)
     for factor, words in (
         (1 / (1 - within) + 0.05, "faster than the best pipeline, more than the error"),

@@ -184,11 +184,6 @@ def test_a_folder_with_a_config_json(tmp_path: Path) -> None:
     assert subject.command.value("--rotary-base") == "500000"
 
 
-def test_a_number_in_yaml_may_be_text() -> None:
-    """YAML reads 1e-05, as in config.json, as text."""
-    assert command_of(rms_norm_eps="1e-05").value("--norm-epsilon") == "1e-05"
-
-
 def test_dense_layers_among_experts() -> None:
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
     command = command_of(model_type="qwen3_moe", **experts, decoder_sparse_step=2)

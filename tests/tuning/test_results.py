@@ -91,7 +91,6 @@ def test_recorded_results_survive_a_kill(tmp_path: Path) -> None:
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
     )
-    assert writer.stdout is not None
     recorded = [int(writer.stdout.readline()) for _ in range(25)]
     writer.send_signal(signal.SIGKILL)
     recorded += [int(line) for line in writer.stdout.read().splitlines() if line]

@@ -35,8 +35,10 @@ DATA = ("--data-path", "secret_text_document")
 
 @pytest.fixture(autouse=True)
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run in an empty folder; leave out the versions and the start-up checks."""
+    """Run in an empty folder; leave out the versions, the start-up checks and the dry runs."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megatron_vshape.cli.advice_options.Counts", Fake)
+    monkeypatch.setattr("megatron_vshape.cli.advice_options.dry_run_config", lambda *_: None)
     monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
     monkeypatch.setattr("megatron_vshape.cli.trial._versions", lambda: {"torch": "2"})
     monkeypatch.setattr("megatron_vshape.tuning.advice.find_start_faults", lambda *_: {})
@@ -147,9 +149,7 @@ def test_interrupted_trial_prints_its_rows_and_leaves_no_process(
 def test_best_stock_and_best_of_this_package_run_by_default(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megatron_vshape.cli.advice_options.Counts", Fake)
     monkeypatch.setattr("megatron_vshape.cli.advice_options.fetch_missing", lambda *_: None)
-    monkeypatch.setattr("megatron_vshape.cli.advice_options.dry_run_config", lambda *_: None)
     monkeypatch.setattr("megatron_vshape.tuning.fsdp.best", lambda *_: None)
     options = ("--gpus", "4xH100", "--steps", "8", "--keep", "tp,pp,cp,microbatch")
     status, content = trial(*options)
@@ -168,9 +168,7 @@ def test_best_stock_and_best_of_this_package_run_by_default(
         assert schedules_of(starts())[2] == str(Path("trial/plan.json").resolve())
 
 
-def test_named_schedules_are_predicted_for_known_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_vshape.cli.advice_options.Counts", Fake)
-    monkeypatch.setattr("megatron_vshape.cli.advice_options.dry_run_config", lambda *_: None)
+def test_named_schedules_are_predicted_for_known_gpus() -> None:
     _, content = trial("--gpus", "4xH100", "--schedules", "v-half,auto", "--steps", "8")
     today, v_half, auto = (row["predicted_step_s"] for row in content["rows"])
     assert today > v_half > 0
@@ -200,8 +198,6 @@ def test_srun_of_an_allocation_starts_the_runs(
     """Its sizes and the GPUs of this node are those of the predictions."""
     gpus = {"CUDA": "13.2, 2 x NVIDIA H100 80GB HBM3"}
     monkeypatch.setattr("megatron_vshape.cli.trial._versions", lambda: gpus)
-    monkeypatch.setattr("megatron_vshape.cli.advice_options.Counts", Fake)
-    monkeypatch.setattr("megatron_vshape.cli.advice_options.dry_run_config", lambda *_: None)
     srun = tmp_path / "bin" / "srun"
     srun.parent.mkdir()
     options = ["--nodes=2", "--ntasks-per-node=2"]

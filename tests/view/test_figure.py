@@ -9,7 +9,6 @@ import pytest
 
 from megatron_vshape import Costs, Schedule, ScheduleError, Timeline, make, simulate
 from megatron_vshape.core.model.amounts import GIB
-from megatron_vshape.core.paper.blocks import BuildingBlock
 from megatron_vshape.core.paper.catalogue import NAMES, make_block
 from megatron_vshape.view.figure import (
     FORMATS,
@@ -170,7 +169,8 @@ def test_large_figure_is_fast_and_small(tmp_path):
     assert Picture(tmp_path / "large.svg").boxes("passes-.*") == 16 * 2 * 3 * 128
 
 
-def test_a_block_is_drawn_with_its_interval_and_lifespans(tmp_path, block: BuildingBlock):
+def test_a_block_is_drawn_with_its_interval_and_lifespans(tmp_path):
+    block = make_block("v-half", 4, 8)
     picture = draw(tmp_path, schedule_figure(simulate(make("v-half", 4, 8)), block=block))
     assert "T = 6" in picture.texts
     assert "≤ 6 = ceil(27/6) + ceil(6/6)" in picture.texts
@@ -178,15 +178,6 @@ def test_a_block_is_drawn_with_its_interval_and_lifespans(tmp_path, block: Build
     drawn = picture.boxes("passes-.*") - plain.boxes("passes-.*")
     assert drawn == len(block.passes) == 24
     assert picture.boxes("copies-.*") > 0
-
-
-@pytest.fixture
-def block() -> BuildingBlock:
-    """V-Half."""
-    return make_block("v-half", 4, 8)
-
-
-pytest.importorskip("matplotlib", reason="figures need the extra [draw]")
 
 
 def test_panels_and_categories(tmp_path):

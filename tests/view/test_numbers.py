@@ -65,7 +65,6 @@ def test_bytes_are_those_of_the_fused_schedule() -> None:
     schedule = make("zb-h1", stages, 8)
     split_peaks = peak_held(schedule, costs)
     fused_peaks = numbers_of(simulate(schedule, costs), costs).peak_bytes
-    assert fused_peaks is not None
     assert fused_peaks[0] == max(peak_held(make("1f1b", stages, 8), costs)) < split_peaks[0]
     assert all(
         fused_peak <= split_peak
