@@ -1,12 +1,11 @@
 """Comparison of activation memory with the plan, and a plan with offloaded activations."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
+from offloaded import with_offloads
+
 from megatron_vshape import Costs, Schedule, peak_held
-from megatron_vshape.core.model.kinds import OFFLOAD
-from megatron_vshape.core.model.passes import Pass
 
 _OF_A_STAGE = {"held_after_forward_bytes": ("F",), "held_after_backward_bytes": ("F", "B")}
 
@@ -50,23 +49,5 @@ def off_the_plan(schedule: Schedule, ranks: Sequence[dict[str, Any]]) -> dict[in
 
 def with_copies(schedule: Schedule) -> Schedule:
     """Add offloading to a V schedule: every second microbatch of the first stage of every rank."""
-    rows = [_copied(row, stage) for stage, row in enumerate(schedule.order)]
-    return replace(schedule, name=f"{schedule.name} with copies", order=tuple(rows))
-
-
-def _copied(row: tuple[Pass, ...], stage: int) -> tuple[Pass, ...]:
-    """Start offloading directly after F, end it one pass later, and reload directly before B."""
-    out: list[Pass] = []
-    pending: list[Pass] = []
-    for work in row:
-        copies = [Pass(kind, work.stage, work.microbatch) for kind in OFFLOAD]
-        away = work.stage == stage and work.microbatch % 2 == 0
-        if away and work.kind == "B":
-            out += copies[2:]
-        out.append(work)
-        out += pending
-        pending = []
-        if away and work.kind == "F":
-            out.append(copies[0])
-            pending = [copies[1]]
-    return tuple(out)
+    first_stages = range(schedule.num_devices)
+    return with_offloads(schedule, lambda stage, m: stage in first_stages and m % 2 == 0)
