@@ -17,10 +17,7 @@ def test_the_package_runs_as_the_command():
 
 
 def test_help_lists_every_command(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["--help"])
-    assert stop.value.code == 0
-    shown = capsys.readouterr().out
+    shown = help_of(capsys, "--help")
     assert all(f"\n    {name}" in shown for name in COMMANDS)
 
 

@@ -15,7 +15,8 @@ from megatron_vshape.cli.main import main
 from megatron_vshape.core.program.lowering import with_full_backwards
 from megatron_vshape.core.program.torch_file import to_torch_csv
 
-SIZE = ["--devices", "4", "--microbatches", "8"]
+SIZES = "--devices 4 --microbatches 8"
+SIZE = SIZES.split()
 FIGURE_NEEDS = "figures need the extra [draw]"
 
 
@@ -220,74 +221,58 @@ def test_measured_costs_reach_figure_and_trace(capsys, tmp_path, costs_file):
     assert any(event["ph"] == "C" and event["args"] == {"bytes": 2.0**30} for event in events)
 
 
-BAD = [
-    ([], "no schedule given: name one of "),
-    (["v-haf", *SIZE], "there is no schedule 'v-haf'; did you mean v-half? The names are "),
-    (["v-half"], "v-half needs --devices, as in --devices 4 --microbatches 8"),
-    (["v-half", "--devices", "4"], "v-half needs --microbatches, as in"),
-    (["v-half", "--devices", "0"], "argument --devices: '0' is not a whole number of at least 1"),
-    (["interleaved-1f1b:0", *SIZE], "'interleaved-1f1b:0' is not a schedule: a number of chunks"),
-    (
-        ["v-half", *SIZE, "--cost", "1,1,1"],
-        "has 3 values; it needs four, F,B,W,COMM, as in 1,1.15,0.85,0.05, which BW=",
+BAD = {
+    "": "no schedule given: name one of ",
+    f"v-haf {SIZES}": "there is no schedule 'v-haf'; did you mean v-half? The names are ",
+    "v-half": "v-half needs --devices, as in --devices 4 --microbatches 8",
+    "v-half --devices 4": "v-half needs --microbatches, as in",
+    "v-half --devices 0": "argument --devices: '0' is not a whole number of at least 1",
+    f"interleaved-1f1b:0 {SIZES}": "'interleaved-1f1b:0' is not a schedule: a number of chunks",
+    f"v-half {SIZES} --cost 1,1,1": (
+        "has 3 values; it needs four, F,B,W,COMM, as in 1,1.15,0.85,0.05, which BW="
     ),
-    (["1f1b", *SIZE, "--cost", "1,1,1,0,BW=0"], "BW is '0'; it must be a finite number above 0"),
-    (["v-half", *SIZE, "--cost", "1,1,1,-1"], "COMM is '-1'; it must be a finite number of at lea"),
-    (["v-half", *SIZE, "--costs", "bad.json"], "the costs file bad.json is not valid JSON: "),
-    (
-        ["v-half", *SIZE, "--cost", "1,1,1,0", "--costs", "bad.json"],
-        "argument --costs: not allowed with argument --cost",
+    f"1f1b {SIZES} --cost 1,1,1,0,BW=0": "BW is '0'; it must be a finite number above 0",
+    f"v-half {SIZES} --cost 1,1,1,-1": "COMM is '-1'; it must be a finite number of at lea",
+    f"v-half {SIZES} --costs bad.json": "the costs file bad.json is not valid JSON: ",
+    f"v-half {SIZES} --cost 1,1,1,0 --costs bad.json": (
+        "argument --costs: not allowed with argument --cost"
     ),
-    (
-        ["v-half", *SIZE, "--costs", "three.json"],
-        "the costs are for 3 stages, v-half has 8; the costs need 8 or a multiple of it",
+    f"v-half {SIZES} --costs three.json": (
+        "the costs are for 3 stages, v-half has 8; the costs need 8 or a multiple of it"
     ),
-    (["absent.json"], "the schedule file absent.json cannot be read"),
-    (["bad.json"], "the schedule file bad.json is not valid JSON: "),
-    (["bad.csv"], "the schedule file bad.csv is not valid: 'F0' is not a pass"),
-    (["half.csv"], "the schedule file half.csv cannot run: W0.0 "),
-    (["good.json", "--devices", "3"], "good.json is for --devices 1, not 3"),
-    (["good.json", "--slices", "2"], "good.json is for --slices 1, not 2"),
-    (["v-half", *SIZE, "--figure", "a.bmp"], "--figure a.bmp: the file's name must end in .svg, "),
-    (
-        ["v-half", *SIZE, "--export", "a.svg"],
-        "--export a.svg: the file's name must end in .json or",
+    "absent.json": "the schedule file absent.json cannot be read",
+    "bad.json": "the schedule file bad.json is not valid JSON: ",
+    "bad.csv": "the schedule file bad.csv is not valid: 'F0' is not a pass",
+    "half.csv": "the schedule file half.csv cannot run: W0.0 ",
+    "good.json --devices 3": "good.json is for --devices 1, not 3",
+    "good.json --slices 2": "good.json is for --slices 1, not 2",
+    f"v-half {SIZES} --figure a.bmp": "--figure a.bmp: the file's name must end in .svg, ",
+    f"v-half {SIZES} --export a.svg": "--export a.svg: the file's name must end in .json or",
+    f"v-half {SIZES} --format torch": "--format torch writes a CSV file: add --export FILE.csv",
+    f"v-half {SIZES} --format torch --export a.json": (
+        "--format torch writes a CSV file: add --export FILE.csv, not --export a.json"
     ),
-    (
-        ["v-half", *SIZE, "--format", "torch"],
-        "--format torch writes a CSV file: add --export FILE.csv",
+    f"v-half {SIZES} --full-backward --export a.csv": (
+        "--full-backward needs --format torch: add it, with --export FILE.csv"
     ),
-    (
-        ["v-half", *SIZE, "--format", "torch", "--export", "a.json"],
-        "--format torch writes a CSV file: add --export FILE.csv, not --export a.json",
+    f"1f1b {SIZES} --slices 2 --format torch --export a.csv": (
+        "--format torch does not support --slices, because torch.distributed.pipelining has no"
     ),
-    (
-        ["v-half", *SIZE, "--full-backward", "--export", "a.csv"],
-        "--full-backward needs --format torch: add it, with --export FILE.csv",
+    "sliced.json --format torch --export a.csv": (
+        "--format torch does not support 2 slices per microbatch"
     ),
-    (
-        ["1f1b", *SIZE, "--slices", "2", "--format", "torch", "--export", "a.csv"],
-        "--format torch does not support --slices, because torch.distributed.pipelining has no",
+    f"v-half {SIZES} --export no/a.json": " does not exist: create it first",
+    f"v-half {SIZES} --export folder.json": "folder.json is a directory: name a file",
+    f"v-half {SIZES} --export a.json --trace ./a.json": (
+        "--export and --trace both name a.json: use two files"
     ),
-    (
-        ["sliced.json", "--format", "torch", "--export", "a.csv"],
-        "--format torch does not support 2 slices per microbatch",
-    ),
-    (["v-half", *SIZE, "--export", "no/a.json"], " does not exist: create it first"),
-    (["v-half", *SIZE, "--export", "folder.json"], "folder.json is a directory: name a file"),
-    (
-        ["v-half", *SIZE, "--export", "a.json", "--trace", "./a.json"],
-        "--export and --trace both name a.json: use two files",
-    ),
-    (["--compare", "v-min", *SIZE, "--export", "a.json"], "--export needs a NAME before --compare"),
-    (["v-half", *SIZE, "--compare"], "argument --compare: expected at least one argument"),
-]
+    f"--compare v-min {SIZES} --export a.json": "--export needs a NAME before --compare",
+    f"v-half {SIZES} --compare": "argument --compare: expected at least one argument",
+}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"), BAD, ids=[" ".join(arguments) for arguments, _ in BAD]
-)
-def test_bad_input_is_one_sentence_and_no_file(capsys, tmp_path, arguments, text):
+@pytest.mark.parametrize("words", BAD)
+def test_bad_input_is_one_sentence_and_no_file(capsys, tmp_path, words):
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "bad.csv").write_text("F0\n")
     (tmp_path / "half.csv").write_text("F0.0,B0.0\n")
@@ -297,7 +282,7 @@ def test_bad_input_is_one_sentence_and_no_file(capsys, tmp_path, arguments, text
     (tmp_path / "three.json").write_text(Costs.of(three, three, three, 0.0, three, three).to_json())
     (tmp_path / "folder.json").mkdir()
     files = sorted(tmp_path.iterdir())
-    assert text in refused(capsys, *arguments)
+    assert BAD[words] in refused(capsys, *words.split())
     assert sorted(tmp_path.iterdir()) == files
 
 
@@ -357,20 +342,11 @@ def test_hostile_name_does_not_reach_the_terminal(capsys, tmp_path):
     assert "\x1b" not in printed(capsys, "--compare", name)
 
 
-@pytest.fixture
-def environment():
-    """Return an environment in which a process imports the tested package."""
-    import megatron_vshape
-
-    folder = os.path.dirname(os.path.dirname(megatron_vshape.__file__))
-    return {**os.environ, "PYTHONPATH": folder}
-
-
-def test_process_survives_a_reader_that_leaves(environment):
+def test_process_survives_a_reader_that_leaves():
     command = [sys.executable, "-m", "megatron_vshape.cli.main", "schedule", "v-min"]
     size = ["--devices", "8", "--microbatches", "2000"]
     with subprocess.Popen(
-        [*command, *size], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+        [*command, *size], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         process.stdout.read(10)
         process.stdout.close()
@@ -378,12 +354,12 @@ def test_process_survives_a_reader_that_leaves(environment):
     assert process.returncode == 0
 
 
-def test_full_disk_in_a_process(environment):
+def test_full_disk_in_a_process():
     if not os.path.exists("/dev/full"):
         pytest.skip("there is no /dev/full here")
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "megatron_vshape.cli.main", "schedule", "v-min", *SIZE]
-        completed = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment)
+        completed = subprocess.run(command, stdout=full, stderr=subprocess.PIPE)
     assert completed.returncode == 2
     assert completed.stderr == (
         b"megatron-vshape: the output cannot be written: [Errno 28] No space left on device\n"

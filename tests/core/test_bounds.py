@@ -57,21 +57,17 @@ def random_schedules(draw: st.DrawFn) -> tuple[Schedule, Costs]:
     return Schedule("random", devices, microbatches, placement, order), costs
 
 
-def check_bound(schedule: Schedule, costs: Costs) -> None:
-    """Fail if the bound at the memory of the schedule is above its time."""
+@settings(max_examples=60)
+@given(random_schedules())
+def test_no_random_schedule_beats_the_bound_at_its_memory(drawn: tuple[Schedule, Costs]) -> None:
+    """Published schedules are in test_prices.py, with full backwards and overheads."""
+    schedule, costs = drawn
     timeline, peak = simulate(schedule, costs), peak_held(schedule, costs)
     sizes = schedule.placement, schedule.num_devices, schedule.num_microbatches
     for goal in Objective:
         span = goal is Objective.SPAN
         bound = lower_bound(costs, *sizes, peak, span=span)
         assert bound <= goal.of(timeline) * (1 + 1e-9)
-
-
-@settings(max_examples=60)
-@given(random_schedules())
-def test_no_random_schedule_beats_the_bound_at_its_memory(drawn: tuple[Schedule, Costs]) -> None:
-    """Published schedules are in test_prices.py, with full backwards and overheads."""
-    check_bound(*drawn)
 
 
 def test_bound_of_looping_placement_at_v_half_memory_is_exact() -> None:

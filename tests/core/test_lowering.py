@@ -264,18 +264,13 @@ def test_no_pass_is_delayed(data: st.DataObject) -> None:
                 assert work[1:] != following[1:]  # its own weight gradients are not available yet
 
 
-def format_overlaps(deferred: Mapping[Pass, DeferredWgradOverlap]) -> str:
-    return " ".join(
-        f"{work}:{overlap.weights}:{overlap.share:g}" for work, overlap in deferred.items()
-    )
-
-
 def test_overlaps_depend_on_costs_and_tied_embeddings() -> None:
     """No pass reads B0; B1.0 runs after a W of its device, at most one message time later."""
 
     def overlap_text(ties_ends: bool = False, **costs: float) -> str:
         timeline = simulate(make("v-zb", 2, 3), Costs.uniform(2, 4, **costs))
-        return format_overlaps(deferred_weight_overlap(timeline, ties_ends))
+        overlaps = deferred_weight_overlap(timeline, ties_ends).items()
+        return " ".join(f"{work}:{overlap.weights}:{overlap.share:g}" for work, overlap in overlaps)
 
     firsts = "B0.0:W3.1:1 B0.1:W3.2:1 B0.2:W0.1:1"
     assert overlap_text() == f"{firsts} B1.0:W2.0:1"

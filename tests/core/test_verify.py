@@ -166,8 +166,11 @@ def test_inconsistent_sizes_are_rejected(changes: dict[str, object], message: st
     assert message in error_of(replace(make("1f1b", 2, 2), **changes))
 
 
-def verdicts_agree(schedule: Schedule, replay) -> None:
-    message = None
+@settings(max_examples=400, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_mutated_schedule_is_rejected_or_correct(data: st.DataObject, replay) -> None:
+    published = data.draw(catalogue_schedules(max_devices=5, max_microbatches=6))
+    schedule, message = data.draw(mutated_schedules(published)), None
     try:
         verify(schedule)
     except ScheduleError as error:
@@ -179,13 +182,6 @@ def verdicts_agree(schedule: Schedule, replay) -> None:
     if not is_valid:
         assert len(message.splitlines()) <= 2 + LISTED
         assert len(message) < 2000
-
-
-@settings(max_examples=400, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_mutated_schedule_is_rejected_or_correct(data: st.DataObject, replay) -> None:
-    schedule = data.draw(catalogue_schedules(max_devices=5, max_microbatches=6))
-    verdicts_agree(data.draw(mutated_schedules(schedule)), replay)
 
 
 @given(st.text() | st.from_regex(r"(BW|F|B|W)[0-9]{1,3}\.[0-9]{1,3}", fullmatch=True))

@@ -131,16 +131,12 @@ def test_logits_of_few_microbatches_are_stored() -> None:
 
 def test_additional_memory_is_bounded_and_saves_time() -> None:
     plain = make("v-zb", 8, 32)
-    costs = replace_logits(costs_of(plain), 0.0)
+    costs = costs_of(plain).having(logits_bytes=(0.0,) * 16)
     runs = [share_vocabulary(plain, costs, extra_memory) for extra_memory in (0.0, 1.0)]
     assert [max(peak_held(run, costs)) for run in runs] == [16, 17]
     steps = [simulate(run, costs).makespan for run in runs]
     assert steps[1] < 0.98 * steps[0]
     assert steps[1] < 214.6  # reference figure, with two extra chunks
-
-
-def replace_logits(costs: Costs, amount: float) -> Costs:
-    return costs.having(logits_bytes=(amount,) * 16)
 
 
 def test_vocabulary_passes_account_for_a_slow_boundary() -> None:

@@ -82,16 +82,8 @@ def test_measured_ranks_can_be_rehearsed(file: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_failed_rank_exits_with_1_and_reports_its_error(tmp_path: Path) -> None:
     output = tmp_path / "found.json"
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        "measure",
-        "--output",
-        str(output),
-        "--only",
-        "experts 1",
-    ]
-    command += ["--flags", f"{TINY} --hidden-size 65"]
+    command = [sys.executable, str(SCRIPT), "measure", "--output", str(output)]
+    command += ["--only", "experts 1", "--flags", f"{TINY} --hidden-size 65"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert process.returncode == 1, process.stderr[-2000:]
     (rank,) = ranks_by_name(output).values()

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,28 +70,6 @@ RUNS = [
     f"{MODEL}--num-experts 4 --expert-model-parallel-size 4 --bf16",
     f"{MODEL}--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1",
 ]
-
-
-def run(command: list[str], environment: Mapping[str, str]) -> str:
-    process = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
-    return process.stdout + process.stderr
-
-
-@pytest.fixture
-def clean() -> dict[str, str]:
-    """Return an environment without any of the variables."""
-    package_names = {*EVERYTHING, *OF_ALLOCATOR}
-    return {k: v for k, v in os.environ.items() if k not in package_names}
-
-
-def found_by(said: str) -> dict[str, str]:
-    """Return the relevant variables of a rank's environment."""
-    lines = [line for line in said.splitlines() if line.startswith("ENVIRONMENT")]
-    assert len(lines) == 1, said
-    environment = json.loads(lines[0].partition(" ")[2])
-    return {
-        name: value for name, value in environment.items() if name in {*EVERYTHING, *OF_ALLOCATOR}
-    }
 
 
 @pytest.fixture(scope="module")
@@ -334,15 +311,27 @@ print("ENVIRONMENT", __import__("json").dumps(dict(os.environ)))
 """
 
 
-def test_flags_set_the_environment_before_megatron_checks_it(clean: dict[str, str]) -> None:
+def test_flags_set_the_environment_before_megatron_checks_it() -> None:
     """Megatron requires the launch order of tensor parallelism, and queries CUDA for it."""
     pytest.importorskip("megatron.training")
     flags = f"{MODEL}--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
-    environment = clean | {"WORLD_SIZE": "4", "RANK": "0", "PYTHONPATH": str(ROOT)}
+    package_names = {*EVERYTHING, *OF_ALLOCATOR}
+    environment = {name: value for name, value in os.environ.items() if name not in package_names}
+    environment |= {"WORLD_SIZE": "4", "RANK": "0", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "ignore", "-c", CHOSEN, *flags.split()]
-    said = run([*command, "--pipeline-schedule", ""], environment)
-    assert found_by(said) == {QUEUES: "1", LOADING: "EAGER"}
-    (refused,) = [line for line in said.splitlines() if "require setting the environment" in line]
+    process = subprocess.run(
+        [*command, "--pipeline-schedule", ""],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        env=environment,
+    )
+    lines = process.stdout.splitlines()
+    (found,) = [line.partition(" ")[2] for line in lines if line.startswith("ENVIRONMENT")]
+    variables = {name: value for name, value in json.loads(found).items() if name in package_names}
+    assert variables == {QUEUES: "1", LOADING: "EAGER"}
+    (refused,) = [line for line in lines if "require setting the environment" in line]
     assert refused.startswith("1f1b ")
     assert "require setting the environment variable CUDA_DEVICE_MAX_CONNECTIONS to 1" in refused
 

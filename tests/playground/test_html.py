@@ -21,10 +21,6 @@ def text_of(schedule: Schedule) -> str:
     return html.html_text(timeline, unit_costs(schedule), html.plain_facts(timeline))
 
 
-def page_of(name: str, devices: int = 4, microbatches: int = 8) -> str:
-    return text_of(make(name, devices, microbatches))
-
-
 def data_in(page: str) -> dict:
     match = re.search(r'id="embedded">(.*?)</script>', page, re.DOTALL)
     assert match
@@ -58,7 +54,7 @@ def test_html_file_contains_the_timeline(tmp_path, capsys):
 
 
 def test_html_fetches_nothing_and_policy_allows_only_embedded_parts():
-    page = page_of("v-min")
+    page = text_of(make("v-min", 4, 8))
     head, policy = page, re.search(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy
     assert policy[1].startswith("default-src 'none'")

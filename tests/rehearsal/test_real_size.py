@@ -6,13 +6,12 @@ schedule of a tiny model in seconds.
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rehearsal.planned import off_the_plan, with_copies
+from rehearsal.warm import alone
 from shared_costs import shared_costs
 
 import megatron_vshape
@@ -23,7 +22,6 @@ from megatron_vshape.core.planner.vocabulary import share_vocabulary
 pytest.importorskip("megatron.core")
 
 RANKS, MICROBATCHES = 8, 16
-ROOT = Path(__file__).parents[2]
 COMMON = f"""
     --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1
     --global-batch-size {MICROBATCHES} --pipeline-model-parallel-size {RANKS} --sequence-parallel
@@ -69,24 +67,10 @@ def test_peak_memory_is_as_planned(te_python: Path, tmp_path: Path, name: str, m
     megatron_vshape.verify(schedule)
     plan_file, report = tmp_path / "schedule.json", tmp_path / "found.json"
     plan_file.write_text(schedule.to_json())
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_vshape",
-        "rehearse",
-        "--alone",
-        "--json",
-        str(report),
-    ]
-    command += ["--te", str(te_python), "--ranks", os.environ.get("REAL_SIZE_RANKS", "all"), "--"]
+    options = ["--alone", "--json", str(report), "--te", str(te_python)]
+    options += ["--ranks", os.environ.get("REAL_SIZE_RANKS", "all")]
     flags = [*COMMON, *MODELS[model].split(), "--pipeline-schedule", str(plan_file)]
-    ran = subprocess.run(
-        [*command, "pretrain_gpt.py", *flags],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    ran = alone(tmp_path, "rehearse", *options, "--", "pretrain_gpt.py", *flags)
     assert ran.returncode == 0, ran.stderr[-2000:]
     off = off_the_plan(schedule, json.loads(report.read_text())["ranks"])
     assert max(map(abs, off.values())) < 0.02, off

@@ -74,8 +74,10 @@ def write_sweep(
     return folder / "sweep.yaml"
 
 
-def load_sample(folder: Path, **over: Any) -> Loaded:
-    """Return the sample sweep, the given keys over it."""
+def load_sample(folder: Path, grid: dict[str, Any] | None = None, **over: Any) -> Loaded:
+    """Return the sample sweep, the given keys over it, and over its grid."""
+    if grid is not None:
+        over["sweep"] = {"grid": {**SWEEP["grid"], **grid}, **over.get("sweep", {})}
     return load_sweep(write_sweep(folder, **over))
 
 

@@ -13,15 +13,6 @@ from megatron_vshape.tuning.grid import expand_grid
 from megatron_vshape.tuning.trainer_flags import trainer_command
 
 
-def reasons(folder: Path, **grid: Any) -> list[str]:
-    return [
-        rejection.reason
-        for rejection in expand_grid(
-            load_sample(folder, sweep={"grid": {**SWEEP["grid"], **grid}})
-        ).dropped
-    ]
-
-
 @pytest.mark.parametrize(
     ("grid", "reason"),
     [
@@ -33,18 +24,17 @@ def reasons(folder: Path, **grid: Any) -> list[str]:
     ],
 )
 def test_impossible_has_a_reason(tmp_path: Path, grid: dict[str, Any], reason: str) -> None:
-    assert any(reason in text for text in reasons(tmp_path, **grid))
+    rejections = expand_grid(load_sample(tmp_path, grid)).dropped
+    assert any(reason in rejection.reason for rejection in rejections)
 
 
 def test_nothing_possible(tmp_path: Path) -> None:
     with pytest.raises(SweepError, match="no combination of the grid can run: DP 1 x TP 1 x PP 8"):
-        expand_grid(
-            load_sample(tmp_path, sweep={"grid": {**SWEEP["grid"], "pipeline_parallel": [8]}})
-        )
+        expand_grid(load_sample(tmp_path, {"pipeline_parallel": [8]}))
 
 
 def test_layers_add_up(tmp_path: Path) -> None:
-    loaded = load_sample(tmp_path, model={"num_hidden_layers": 6}, sweep={"grid": BALANCED})
+    loaded = load_sample(tmp_path, BALANCED, model={"num_hidden_layers": 6})
     possible = expand_grid(loaded).possible
     assert possible
     for config in possible:
@@ -60,32 +50,27 @@ def test_stages_of_a_schedule() -> None:
 
 def test_sweep_schedule_name_may_contain_the_number_of_chunks(tmp_path: Path) -> None:
     names = ["interleaved-1f1b:2", "interleaved-1f1b:4"]
-    loaded = load_sample(tmp_path, sweep={"grid": {**SWEEP["grid"], "schedule": names}})
+    loaded = load_sample(tmp_path, {"schedule": names})
     configs = {config.schedule: config for config in expand_grid(loaded).possible}
     predictor = predictor_of(loaded)
     two, four = (predictor(configs[name]) for name in names)
     assert four.bubble < two.bubble
     command = trainer_command(loaded, configs[names[1]])
     assert command[command.index("--pipeline-schedule") + 1] == "interleaved-1f1b:4"
-    loaded = load_sample(tmp_path, sweep={"grid": {**SWEEP["grid"], "schedule": ["v-half:4"]}})
+    loaded = load_sample(tmp_path, {"schedule": ["v-half:4"]})
     with pytest.raises(
         SweepError, match="'v-half:4' is not a schedule: a number of chunks per rank"
     ):
         expand_grid(loaded)
 
 
-BALANCED = {**SWEEP["grid"], "schedule": ["v-half"], "layout": ["balanced"]}
+BALANCED = {"schedule": ["v-half"], "layout": ["balanced"]}
 
 
 def test_vocabulary_parallelism_uses_the_auto_layout(tmp_path: Path) -> None:
     """Embedding and output layer do not count as layers then, so any number is possible."""
-    over = {
-        **SWEEP["grid"],
-        "schedule": ["v-half"],
-        "layout": ["balanced"],
-        "vocab_parallel": [True],
-    }
-    loaded = load_sample(tmp_path, model={"num_hidden_layers": 7}, sweep={"grid": over})
+    grid = {**BALANCED, "vocab_parallel": [True]}
+    loaded = load_sample(tmp_path, grid, model={"num_hidden_layers": 7})
     config = expand_grid(loaded).possible[0]
     assert config.layout is Layout.AUTO
     assert layers_of_stages(config, loaded.subject, v_shape(2)) == (1, 2, 2, 2)
@@ -95,15 +80,15 @@ def test_vocabulary_parallelism_uses_the_auto_layout(tmp_path: Path) -> None:
 
 
 def test_vocabulary_parallelism_rejects_post_validation(tmp_path: Path) -> None:
-    sweep = {"grid": {**SWEEP["grid"], "vocab_parallel": [True]}, "post_validation": True}
+    grid, sweep = {"vocab_parallel": [True]}, {"post_validation": True}
     with pytest.raises(SweepError, match="post_validation does not go with vocab_parallel yet"):
-        expand_grid(load_sample(tmp_path, sweep=sweep))
+        expand_grid(load_sample(tmp_path, grid, sweep=sweep))
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_trainer_command_has_multi_token_prediction(tmp_path: Path, shared: bool) -> None:
-    grid = {**SWEEP["grid"], "vocab_parallel": [shared]}
-    loaded = load_sample(tmp_path, model={"num_nextn_predict_layers": 2}, sweep={"grid": grid})
+    model = {"num_nextn_predict_layers": 2}
+    loaded = load_sample(tmp_path, {"vocab_parallel": [shared]}, model=model)
     words = trainer_command(loaded, expand_grid(loaded).possible[0])
     assert words[words.index("--mtp-num-layers") + 1] == "2"
     assert ("--pipeline-vocab-parallel" in words) == shared

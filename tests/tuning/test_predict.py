@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tuning.counts import MIB, predictor_of
-from tuning.samples import CLUSTER, ROOT, SWEEP, load_sample
+from tuning.samples import CLUSTER, ROOT, load_sample
 
 from megatron_vshape import Costs
 from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT
@@ -25,7 +25,7 @@ from megatron_vshape.tuning.trainer_flags import trainer_command
 from megatron_vshape.view.numbers import GIB
 
 SWEEPS = ROOT / "configs" / "sweeps"
-ADAPTIVE_GRID = {**SWEEP["grid"], "schedule": ["adaptive"], "microbatch_size": [2]}
+ADAPTIVE_GRID = {"schedule": ["adaptive"], "microbatch_size": [2]}
 
 
 def test_flops_are_megatrons() -> None:
@@ -44,7 +44,7 @@ def test_shapes_are_counted_whatever_the_order_and_the_pipeline() -> None:
 
 
 def test_infeasible_limit_is_reported_in_gib(tmp_path: Path) -> None:
-    (config,) = expand_grid(load_sample(tmp_path, sweep={"grid": ADAPTIVE_GRID})).possible
+    (config,) = expand_grid(load_sample(tmp_path, ADAPTIVE_GRID)).possible
     costs = Costs.of(*((1.0,) * 4,) * 3, 0.0, (GIB,) * 4, (GIB,) * 4)
     with pytest.raises(SweepError, match="rank 0 is 1.5 GiB, and one .* ranks is 2 GiB"):
         plan_adaptive(config, v_shape(2), costs, [1.5 * GIB] * 2, Objective.MAKESPAN)
@@ -53,7 +53,7 @@ def test_infeasible_limit_is_reported_in_gib(tmp_path: Path) -> None:
 def test_adaptive_plan_uses_the_better_placement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = load_sample(tmp_path, sweep={"grid": ADAPTIVE_GRID})
+    loaded = load_sample(tmp_path, ADAPTIVE_GRID)
     (config,) = expand_grid(loaded).possible
     best, times_s = predictor_of(loaded)(config), {}
     for placement in (v_shape(2), looping(2, 2)):
@@ -72,8 +72,8 @@ HEAVY = {"vocab_size": 65536}
 
 def test_vocabulary_parallelism_is_predicted(tmp_path: Path) -> None:
     """Its passes are in the step, and no rank has all parameters of the vocabulary."""
-    grid = {**SWEEP["grid"], "schedule": ["v-half"], "vocab_parallel": [False, True]}
-    loaded = load_sample(tmp_path, sweep={"grid": grid}, model=HEAVY)
+    grid = {"schedule": ["v-half"], "vocab_parallel": [False, True]}
+    loaded = load_sample(tmp_path, grid, model=HEAVY)
     unshared, shared = expand_grid(loaded).possible[:2]
     assert (unshared.vocab_parallel, shared.vocab_parallel) == (False, True)
     predictor = predictor_of(loaded)
@@ -122,8 +122,8 @@ def test_adaptive_plan_offloads_if_the_cluster_has_a_host_link(tmp_path: Path) -
     def predict(**link: float) -> tuple[float, int]:
         """Return the step's time and how many copies there are to the host."""
         over = {"device": device} | ({"host_link": link} if link else {})
-        sweep = {"grid": ADAPTIVE_GRID, "workloads": workloads}
-        loaded = load_sample(tmp_path, sweep=sweep, cluster=over)
+        sweep = {"workloads": workloads}
+        loaded = load_sample(tmp_path, ADAPTIVE_GRID, sweep=sweep, cluster=over)
         (config,) = expand_grid(loaded).possible
         prediction = predictor_of(loaded)(config)
         command = trainer_command(loaded, config, tmp_path / "plan.json")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from tuning.counts import predictor_of
-from tuning.samples import SWEEP, load_sample
+from tuning.samples import load_sample
 
 from megatron_vshape.tuning.configurations import Configuration
 from megatron_vshape.tuning.files import Loaded, Pruning
@@ -19,6 +19,7 @@ from megatron_vshape.tuning.report import (
 from megatron_vshape.tuning.results import Outcome, Result, Status
 
 TWO_BATCHES = [{"sequence_length": 64, "global_batch_size": size} for size in (8, 64)]
+TWO_WORKLOADS = {"workloads": TWO_BATCHES}
 
 
 def survey(loaded: Loaded, margin: float) -> dict[Configuration, Prediction]:
@@ -29,9 +30,8 @@ def survey(loaded: Loaded, margin: float) -> dict[Configuration, Prediction]:
 @pytest.fixture
 def two_batches(tmp_path: Path) -> list[Prediction]:
     """Predictions of two batch sizes; a step of the larger is about eight times slower."""
-    grid = {**SWEEP["grid"], "schedule": ["v-half"], "microbatch_size": [1, 2]}
-    sweep = {"workloads": TWO_BATCHES, "grid": grid}
-    return list(survey(load_sample(tmp_path, sweep=sweep), 0.5).values())
+    grid, sweep = {"schedule": ["v-half"]}, TWO_WORKLOADS
+    return list(survey(load_sample(tmp_path, grid, sweep=sweep), 0.5).values())
 
 
 def test_a_large_batch_is_not_slower_for_being_large(two_batches: list[Prediction]) -> None:
@@ -84,22 +84,16 @@ def test_a_run_that_failed_is_no_winner(two_batches: list[Prediction]) -> None:
 
 
 def test_a_plan_is_made_for_each_batch(tmp_path: Path) -> None:
-    grid = {**SWEEP["grid"], "schedule": ["1f1b", "adaptive"], "microbatch_size": [1]}
-    sweep = {"workloads": TWO_BATCHES, "grid": grid}
-    predictions = survey(load_sample(tmp_path, sweep=sweep), 0.5)
+    grid, sweep = {"schedule": ["1f1b", "adaptive"], "microbatch_size": [1]}, TWO_WORKLOADS
+    predictions = survey(load_sample(tmp_path, grid, sweep=sweep), 0.5)
     assert {prediction.verdict for prediction in predictions.values()} == {Verdict.RUNS}
 
 
 def test_additional_adaptive_run_is_planned_even_if_slow(tmp_path: Path) -> None:
-    slow = {
-        "schedule": "adaptive",
-        "pipeline_parallel": 2,
-        "layout": "even",
-        "recompute": "full",
-    }
-    grid = {**SWEEP["grid"], "schedule": ["v-zb"]}
+    slow = {"schedule": "adaptive", "pipeline_parallel": 2, "layout": "even", "recompute": "full"}
     also = [slow, {**slow, "arguments": ["--x"]}]
-    predictions = survey(load_sample(tmp_path, sweep={"grid": grid, "also": also}), 0.0)
+    loaded = load_sample(tmp_path, {"schedule": ["v-zb"]}, sweep={"also": also})
+    predictions = survey(loaded, 0.0)
     verdicts = {
         config.arguments: prediction.verdict
         for config, prediction in predictions.items()
