@@ -65,15 +65,9 @@ class LivePeak(LiveBytes):
         super().__init__()
         self._peak_bytes = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operation and count while its inputs exist."""
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(*args, **kwargs)
         self._peak_bytes = max(self._peak_bytes, self.count())
         return result
 

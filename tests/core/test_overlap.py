@@ -47,25 +47,6 @@ COSTS = Costs.uniform(2, 2, 0.3, 0.3, 0.3).having(
 )
 
 
-@settings(max_examples=40, suppress_health_check=HEALTHY)
-@given(data=st.data())
-def test_random_pairs_match_the_replay(data: st.DataObject) -> None:
-    schedule = data.draw(
-        with_overlapped_pairs(data.draw(catalogue_schedules(max_devices=5, max_microbatches=8)))
-    )
-    costs = data.draw(costs_with_collectives(data.draw(costs_of(schedule.num_stages))))
-    verify(schedule)
-    timeline = simulate(schedule, costs)
-    times = replay(schedule, costs)
-    for device in range(schedule.num_devices):
-        for work, *slot in timeline.slots(device):
-            assert slot == pytest.approx(times[work])
-    assert peak_held(schedule, costs) == pytest.approx(peaks(schedule, costs))
-    assert Schedule.from_json(schedule.to_json()) == schedule
-    reloaded = Schedule.from_csv(schedule.to_csv(), schedule.placement)
-    assert (reloaded.order, reloaded.overlapped) == (schedule.order, schedule.overlapped)
-
-
 def check_messages(program: Program) -> None:
     """Check that every pass has received its inputs and that its results are sent next."""
     placement = program.schedule.placement
@@ -105,14 +86,25 @@ def is_sent(work: Pass, placement: tuple[int, ...]) -> bool:
     return has_reader and placement[reader] != placement[work.stage]
 
 
-@settings(max_examples=30, suppress_health_check=HEALTHY)
+@settings(max_examples=60, suppress_health_check=HEALTHY)
 @given(data=st.data(), kernels=st.booleans())
-def test_program_has_the_messages_of_both_passes(data: st.DataObject, kernels: bool) -> None:
+def test_random_pairs_match_the_replay_and_have_the_messages_of_both_passes(
+    data: st.DataObject, kernels: bool
+) -> None:
     schedule = data.draw(
         with_overlapped_pairs(data.draw(catalogue_schedules(max_devices=5, max_microbatches=8)))
     )
     costs = data.draw(costs_with_collectives(data.draw(costs_of(schedule.num_stages))))
+    verify(schedule)
     timeline = simulate(schedule, costs)
+    times = replay(schedule, costs)
+    for device in range(schedule.num_devices):
+        for work, *slot in timeline.slots(device):
+            assert slot == pytest.approx(times[work])
+    assert peak_held(schedule, costs) == pytest.approx(peaks(schedule, costs))
+    assert Schedule.from_json(schedule.to_json()) == schedule
+    reloaded = Schedule.from_csv(schedule.to_csv(), schedule.placement)
+    assert (reloaded.order, reloaded.overlapped) == (schedule.order, schedule.overlapped)
     program = lower(schedule, timeline, kernels=kernels)
     assert program.schedule.overlapped == schedule.overlapped
     executed = [

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import random
 import sys
 import tempfile
@@ -359,19 +360,7 @@ def differences(old: Record, new: Record) -> Iterator[str]:
     for name in sorted(old.keys() | new.keys()):
         old_text, new_text = old.get(name, "(nothing)"), new.get(name, "(nothing)")
         if old_text != new_text:
-            pairs = enumerate(zip(old_text, new_text, strict=False))
-            start = max(
-                0,
-                next(
-                    (
-                        position
-                        for position, (old_character, new_character) in pairs
-                        if old_character != new_character
-                    ),
-                    0,
-                )
-                - 60,
-            )
+            start = max(0, len(os.path.commonprefix([old_text, new_text])) - 60)
             old_excerpt, new_excerpt = old_text[start : start + 220], new_text[start : start + 220]
             yield f"{name}\n  was ...{old_excerpt!r}\n  is  ...{new_excerpt!r}"
 

@@ -10,34 +10,30 @@ ITERATION = (
     "per iteration (ms): 500.0 | learning rate: 1.0E-03 | global batch size:    16 | lm loss: "
     "7.501382E+00 | loss scale: 1.0 | bubble: 14.8 % | predicted bubble: 5.0 % |"
 )
+PLAN = """\
+pipeline schedule v-half, 2 ranks, 2 microbatches: estimated bubble 5.0 %, peak 6 chunks
+2 ranks share 1 CPU cores: passes wait for a core
+passes (upper case: even chunks; one row per rank):
+FF fbw
+ Ffb
+"""
+FIGURES = """\
+v-half: 362 tokens/s; peak activation memory per rank in MiB: measured [9.79], predicted [9.71]
+v-half                              predicted    measured   ratio
+activations of rank 0, MiB               9.79        9.71   0.992
+activation memory as predicted; timing is not comparable: 2 ranks share 1 CPU cores"""
 RUN = f"""\
 INFO:megatron.core: something of no interest
   seq_length ...................................... 128
-pipeline schedule v-half, 2 ranks, 2 microbatches: estimated bubble 5.0 %, peak 6 chunks
-2 ranks share 1 CPU cores: passes wait for a core
-passes (upper case: even chunks; one row per rank):
-FF fbw
- Ffb
-compute_activation_memory_without_sp
+{PLAN}compute_activation_memory_without_sp
 Theoretical memory footprints: weight and optimizer=11.27 MB, activation=6.23 MB, total=17.50 MB
 {ITERATION}
-v-half: 362 tokens/s; peak activation memory per rank in MiB: measured [9.79], predicted [9.71]
-v-half                              predicted    measured   ratio
-activations of rank 0, MiB               9.79        9.71   0.992
-activation memory as predicted; timing is not comparable: 2 ranks share 1 CPU cores
+{FIGURES}
  validation loss at iteration 40 on test set | lm loss value: 3.662343E+00 | lm loss PPL: 3.8E+01 |
 """
-SHOWN = """\
-pipeline schedule v-half, 2 ranks, 2 microbatches: estimated bubble 5.0 %, peak 6 chunks
-2 ranks share 1 CPU cores: passes wait for a core
-passes (upper case: even chunks; one row per rank):
-FF fbw
- Ffb
-step  20/200  loss  7.501      4,096 tokens/s   10 %, 90 s left
-v-half: 362 tokens/s; peak activation memory per rank in MiB: measured [9.79], predicted [9.71]
-v-half                              predicted    measured   ratio
-activations of rank 0, MiB               9.79        9.71   0.992
-activation memory as predicted; timing is not comparable: 2 ranks share 1 CPU cores
+SHOWN = f"""\
+{PLAN}step  20/200  loss  7.501      4,096 tokens/s   10 %, 90 s left
+{FIGURES}
 validation loss 3.662 at iteration 40 on test set
 """
 

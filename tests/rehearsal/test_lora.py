@@ -1,11 +1,10 @@
 """Dry runs of LoRA: bytes and GEMMs follow from the sizes of the adapters."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rehearsal.warm import Warm
+from rehearsal.warm import Warm, rehearse
 
 pytest.importorskip("megatron.core")
 
@@ -35,11 +34,8 @@ EXPERT = RANK * (HIDDEN + 2 * EXPERT_FFN + EXPERT_FFN + HIDDEN)
 
 def estimate(warm: Warm, folder: Path, flags: list[str], *options: str) -> list[dict[str, Any]]:
     """Return the estimated ranks."""
-    file = folder / "report.json"
-    command = ["rehearse", "--alone", "--json", str(file), *options, "--", "pretrain_gpt.py"]
-    ran = warm(folder, *command, *flags)
-    assert ran.returncode == 0, ran.stderr
-    ranks: list[dict[str, Any]] = json.loads(file.read_text())["ranks"]
+    _, report = rehearse(warm, folder, flags, "--alone", *options)
+    ranks: list[dict[str, Any]] = report["ranks"]
     return ranks
 
 

@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 from rehearsal.planned import off_the_plan, with_copies
 from rehearsal.reports import pass_of, report_of
-from rehearsal.warm import PassRecord, Warm, alone
+from rehearsal.warm import Warm, alone, rehearse
 
 from megatron_vshape import Costs, load_schedule, make, peak_held, simulate, verify
 from megatron_vshape.core.model.kinds import HEAD_WEIGHT, LOGITS, LOOKUP, LOOKUP_WEIGHT
@@ -37,18 +36,6 @@ TINY = f"""
     --vocab-size {VOCABULARY} --data-path not there --tokenizer-type NotThere --attention-dropout 0
     --hidden-dropout 0 --no-rope-fusion --ffn-hidden-size {VOCABULARY}
 """.split()  # an MLP as wide as the vocabulary, which is not taken for logits
-
-
-Run = Callable[..., PassRecord]
-
-
-def rehearse(run: Run, folder: Path, flags: list[str], *options: str) -> tuple[str, dict[str, Any]]:
-    """Return the output of the command, and the content of its JSON file."""
-    file = folder / "found.json"
-    command = ["rehearse", "--json", str(file), *options, "--", "pretrain_gpt.py", *flags]
-    ran = run(folder, *command)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout, json.loads(file.read_text())
 
 
 def test_a_model_by_its_config_json(warm: Warm, tmp_path: Path) -> None:
@@ -93,7 +80,7 @@ def test_memory_of_a_tiny_run_follows_from_its_sizes(tmp_path: Path) -> None:
     assert report["assumed"]["gpu"] == "h100"
     assert "rank 1: peak in" in printed
     assert "reserves about 0.1 GiB (peak 0.1)" in printed
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json"]
 
 
 @pytest.fixture(scope="module")

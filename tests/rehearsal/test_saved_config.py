@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from rehearsal.flags import differing_flags
-from rehearsal.warm import Warm
+from rehearsal.warm import Warm, rehearse
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal import saved_config
@@ -265,15 +265,6 @@ def test_missing_megatron_arguments_are_reported(monkeypatch: pytest.MonkeyPatch
         read_command([str(SAVED / "dense.yaml")])
 
 
-def rehearsed(warm: Warm, folder: Path, *words: str) -> list[dict[str, Any]]:
-    """Return the reports of the first and the last rank."""
-    file = folder / "found.json"
-    ran = warm(folder, "rehearse", "--json", str(file), "--ranks", "first,last", "--", *words)
-    assert ran.returncode == 0, ran.stderr
-    ranks: list[dict[str, Any]] = json.loads(file.read_text())["ranks"]
-    return ranks
-
-
 BY_HAND = """
     --num-layers 8 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
     --group-query-attention --num-query-groups 2 --kv-channels 16 --seq-length 128
@@ -299,11 +290,12 @@ def test_a_saved_run_takes_the_bytes_of_the_same_flags(
         request.getfixturevalue("te_python")
     content = saved("dense") | {"mixed_precision": precision}
     content["model"] |= {"transformer_impl": layers, "normalization": norm}
-    of_file = rehearsed(warm, tmp_path, written(tmp_path, content))
+    ranks, file = ("--ranks", "first,last"), written(tmp_path, content)
+    _, of_file = rehearse(warm, tmp_path, [], *ranks, script=file)
     impl = ["--transformer-impl", layers, "--normalization", norm]
     impl += ["--bf16"] if precision else []
-    of_flags = rehearsed(warm, tmp_path, "pretrain_gpt.py", *BY_HAND, *impl)
-    for file_rank, flags_rank in zip(of_file, of_flags, strict=True):
+    _, of_flags = rehearse(warm, tmp_path, [*BY_HAND, *impl], *ranks)
+    for file_rank, flags_rank in zip(of_file["ranks"], of_flags["ranks"], strict=True):
         assert file_rank["parameters"] == flags_rank["parameters"]
         assert file_rank["parts"] == flags_rank["parts"]
         assert (

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 from unittest import mock
@@ -44,6 +44,20 @@ def alone(folder: Path, *arguments: str) -> PassRecord:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     return PassRecord(ran.returncode, ran.stdout, ran.stderr)
+
+
+def rehearse(
+    run: Callable[..., PassRecord],
+    folder: Path,
+    flags: Sequence[str],
+    *options: str,
+    script: str = "pretrain_gpt.py",
+) -> tuple[str, dict[str, Any]]:
+    """Return the output of a dry run, and the content of its JSON file."""
+    file = folder / "report.json"
+    ran = run(folder, "rehearse", "--json", str(file), *options, "--", script, *flags)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout, json.loads(file.read_text())
 
 
 class Warm:

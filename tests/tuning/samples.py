@@ -58,6 +58,11 @@ SWEEP = {
 }
 
 
+def run_over(**over: Any) -> dict[str, Any]:
+    """Return the settings of the sample's runs, the given keys over them."""
+    return {"run": {**SWEEP["run"], **over}}
+
+
 def write_sweep(
     folder: Path,
     sweep: dict[str, Any] | None = None,

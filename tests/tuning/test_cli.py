@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tuning.counts import Fake
-from tuning.samples import CLUSTER, ROOT, SWEEP, load_sample, write_sweep
+from tuning.samples import CLUSTER, ROOT, SWEEP, load_sample, run_over, write_sweep
 
 from megatron_vshape import ScheduleError, load_schedule
 from megatron_vshape.cli import sweep, sweep_run
@@ -40,7 +40,7 @@ def test_predict_only(
     """No trainer and no submitit are necessary."""
     monkeypatch.setitem(sys.modules, "submitit", None)
     table = tmp_path / "all.csv"
-    path = write_sweep(tmp_path, sweep={"run": {**SWEEP["run"], "script": "gone.py"}})
+    path = write_sweep(tmp_path, sweep=run_over(script="gone.py"))
     assert call(path, "--predict-only", "--csv", table) == 0
     out = capsys.readouterr().out
     assert "V-Half" in out
@@ -66,7 +66,7 @@ def test_a_command_of_a_dry_run_can_run(
 ) -> None:
     """With the plan that it names, and the environment that the run would have."""
     grid = {**ONE_GRID, "schedule": ["adaptive"]}
-    path = write_sweep(tmp_path, sweep={"grid": grid, "run": {**SWEEP["run"], "threads": 3}})
+    path = write_sweep(tmp_path, sweep={"grid": grid} | run_over(threads=3))
     assert call(path, "--results", tmp_path / "here" / "results.db", "--dry-run") == 0
     command = capsys.readouterr().out.splitlines()[-1]
     (plan,) = (tmp_path / "here").glob("*/schedule.json")
@@ -83,9 +83,7 @@ def test_dry_run_for_several_nodes_names_node_variables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster = {"nodes": 2, "devices_per_node": 1}
-    path = write_sweep(
-        tmp_path, cluster=cluster, sweep={"run": {**SWEEP["run"], "executor": "slurm"}}
-    )
+    path = write_sweep(tmp_path, cluster=cluster, sweep=run_over(executor="slurm"))
     assert call(path, "--dry-run") == 0
     shown = capsys.readouterr().out
     assert "# on each of 2 nodes, with its number as NODE and the first one's name as HOST" in shown
@@ -131,7 +129,7 @@ def test_results_are_reported_and_no_run_is_repeated(
 ) -> None:
     """Also if the sweep has another name and would choose fewer runs."""
     database = tmp_path / "results.db"
-    path = write_sweep(tmp_path, sweep={"run": {**SWEEP["run"], "at_once": 4}})
+    path = write_sweep(tmp_path, sweep=run_over(at_once=4))
     with pytest.raises(ScheduleError, match=r"results\.db: there are no results yet"):
         call(path, "--results", database, "--report")
     assert call(path, "--results", database) == 0
@@ -162,8 +160,8 @@ def test_results_are_reported_and_no_run_is_repeated(
 def test_retry_failed_runs_failed_runs_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flaky = {**SWEEP["run"], "arguments": ["--broken-unless", str(tmp_path / "mended")]}
-    path = write_sweep(tmp_path, sweep={"grid": ONE_GRID, "run": flaky})
+    flaky = run_over(arguments=["--broken-unless", str(tmp_path / "mended")])
+    path = write_sweep(tmp_path, sweep={"grid": ONE_GRID} | flaky)
     results = ("--results", tmp_path / "results.db")
     assert call(path, *results) == 1
     shown = capsys.readouterr().out
@@ -213,7 +211,7 @@ def test_faults_are_reported_before_predicting(
     for name, value in patched.items():
         monkeypatch.setattr(name, value)
     with pytest.raises(ScheduleError, match=text):
-        call(write_sweep(tmp_path, sweep={"run": {**SWEEP["run"], **run}}), *arguments)
+        call(write_sweep(tmp_path, sweep=run_over(**run)), *arguments)
     assert capsys.readouterr().out == ""
 
 

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
-from tuning.samples import ROOT, SWEEP, load_sample, write_sweep
+from tuning.samples import ROOT, SWEEP, load_sample, run_over, write_sweep
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.tuning.configurations import SweepError
@@ -61,10 +61,6 @@ def grid(**over: Any) -> dict[str, Any]:
     return {"grid": {**SWEEP["grid"], **over}}
 
 
-def run(**over: Any) -> dict[str, Any]:
-    return {"run": {**SWEEP["run"], **over}}
-
-
 @pytest.mark.parametrize(
     ("over", "text"),
     [
@@ -75,7 +71,10 @@ def run(**over: Any) -> dict[str, Any]:
         (grid(recompute=["some"]), r"grid\.recompute\.0 is 'some': .*match pattern .*none.full"),
         ({"workloads": []}, r"workloads is missing: sequence_length, global_batch_size"),
         ({"cluster": "gone.yaml"}, r"cluster: there is no file .*gone\.yaml: paths in a sweep"),
-        (run(slurm={"setup": "module load cuda"}), r"run: slurm\.setup is 'module load cuda',"),
+        (
+            run_over(slurm={"setup": "module load cuda"}),
+            r"run: slurm\.setup is 'module load cuda',",
+        ),
         (grid(schedule=["v-third"]), r"there is no schedule 'v-third'; did you mean .* The names"),
     ],
 )
@@ -126,8 +125,8 @@ def test_local_executor_rejects_several_nodes_and_shared_gpus(
     tmp_path: Path, cluster: dict[str, Any], over: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(SweepError, match=text):
-        load_sample(tmp_path, cluster=cluster, sweep=run(**over))
-    load_sample(tmp_path, cluster=cluster, sweep=run(**over, executor="slurm"))
+        load_sample(tmp_path, cluster=cluster, sweep=run_over(**over))
+    load_sample(tmp_path, cluster=cluster, sweep=run_over(**over, executor="slurm"))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,16 @@ from typing import Any
 import cloudpickle
 import pytest
 from tuning.counts import predictor_of
-from tuning.samples import CLUSTER, FAKE, ROOT, SWEEP, load_sample, sweep_command, write_sweep
+from tuning.samples import (
+    CLUSTER,
+    FAKE,
+    ROOT,
+    SWEEP,
+    load_sample,
+    run_over,
+    sweep_command,
+    write_sweep,
+)
 
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.tuning import launcher as launching
@@ -24,10 +33,6 @@ from megatron_vshape.tuning.launcher import Launcher
 from megatron_vshape.tuning.predictor import Prediction
 from megatron_vshape.tuning.results import Outcome, Result, Results, Status, open_results
 from megatron_vshape.tuning.worker import write_outcome
-
-
-def run_over(**over: Any) -> dict[str, Any]:
-    return {"run": {**SWEEP["run"], **over}}
 
 
 def unseen(text: str) -> None:
