@@ -32,9 +32,13 @@ Edge = tuple[object, int, int]
 
 
 class Network:
-    """First-in-first-out streams that match each message sent with the next receive posted."""
+    """First-in-first-out streams that match each message sent with the next receive posted.
 
-    def __init__(self) -> None:
+    With `sends_wait`, a send waits until its receive is posted.
+    """
+
+    def __init__(self, sends_wait: bool = False) -> None:
+        self.sends_wait = sends_wait
         self.sent: dict[Edge, deque[Pass]] = defaultdict(deque)
         self.posted: dict[Edge, deque[Message]] = defaultdict(deque)
         self.delivered: dict[Message, Pass] = {}
@@ -51,6 +55,8 @@ class Network:
                 return True
             return False
         if isinstance(instruction, Send):
+            if self.sends_wait and not self.posted[edge]:
+                return False
             self.sent[edge].append(message.work)
         else:
             self.posted[edge].append(message)

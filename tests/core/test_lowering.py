@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import pytest
+from core.test_early_start import Network
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from posting import streams_of
@@ -49,31 +50,6 @@ def messages_by_stream(
     return messages
 
 
-def finishes(program: Program) -> bool:
-    """Return whether the program completes if a send blocks until its receive is posted."""
-    positions = [0] * len(program.instructions)
-    posted, sent_messages = set(), set()
-    has_progressed = True
-    while has_progressed:
-        has_progressed = False
-        for device, row in enumerate(program.instructions):
-            while positions[device] < len(row):
-                instruction = row[positions[device]]
-                if isinstance(instruction, Receive):
-                    posted.add(instruction.message)
-                elif isinstance(instruction, Send):
-                    if instruction.message not in posted:
-                        break
-                    sent_messages.add(instruction.message)
-                elif isinstance(instruction, Await) and instruction.message not in sent_messages:
-                    break
-                positions[device] += 1
-                has_progressed = True
-    return all(
-        position == len(row) for position, row in zip(positions, program.instructions, strict=True)
-    )
-
-
 def check_lowering(schedule: Schedule, window: int = 2) -> Program:
     program = lower(schedule, window=window)
     assert [
@@ -87,7 +63,9 @@ def check_lowering(schedule: Schedule, window: int = 2) -> Program:
         key: set(value) for key, value in sends.items()
     }
     assert streams_of(program) == sorted({key[0] for key in sends})
-    assert finishes(program)
+    network = Network(sends_wait=True)
+    network.run_all(list(program.instructions))
+    assert network.is_idle()
     return program
 
 
