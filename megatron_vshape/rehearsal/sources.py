@@ -171,16 +171,38 @@ def find_script(name: str, megatron: Path | None) -> Path:
     path = Path(name)
     if megatron is not None and (megatron / path.name).is_file() and not path.is_file():
         return (megatron / path.name).resolve()
-    missing = _missing_package(path) if path.is_file() else None
-    if path.is_file() and missing is None:
+    reason = _reason_against(path)
+    if not reason:
         return path.resolve()
     package = Path(__file__).parents[1]
     folders = (package / "examples" / "scripts", package.parent / "scripts")
     script = next(folder / OWN[0] for folder in folders if (folder / OWN[0]).is_file())
-    if missing is not None or path.name not in OWN:
-        why = f"there is no {path}" if missing is None else f"{path} needs {missing}, which is not"
-        logger.warning("%s here: its flags are estimated with Megatron-LM's %s", why, OWN[0])
+    if path.is_file() or path.name not in OWN:
+        logger.warning("%s: its flags are estimated with Megatron-LM's %s", reason, OWN[0])
     return script
+
+
+def _reason_against(script: Path) -> str:
+    """Return the reason why a dry run cannot run the script; empty if it can."""
+    if not script.is_file():
+        return f"there is no {script} here"
+    if _has_old_megatron(script.resolve().parent):
+        return f"{script} is of a Megatron without the package megatron.training"
+    missing = _missing_package(script)
+    return f"{script} needs {missing}, which is not here" if missing else ""
+
+
+def _has_old_megatron(folder: Path) -> bool:
+    """Return whether a folder has a Megatron of before 2024, as that of Megatron-DeepSpeed.
+
+    Its `megatron` is a regular package, which hides Megatron-Core's in all other folders.
+    """
+    return (folder / "megatron" / "__init__.py").is_file()
+
+
+def hide_old_megatron() -> None:
+    """Remove the folders with such a Megatron from the search path of this process."""
+    sys.path[:] = [path for path in sys.path if not _has_old_megatron(Path(path))]
 
 
 _PROVIDED = ("apex", "deep_ep", "fla", "mamba_ssm", "megatron", "transformer_engine")
@@ -237,9 +259,11 @@ def find_megatron(directory: Path | None, script: str) -> Path | None:
                 f"--megatron {directory} is no checkout of Megatron-LM: no megatron/core"
             )
         return directory.resolve()
-    script_folder = Path(script).resolve().parent
-    if Path(script).is_file() and (script_folder / "megatron" / "core").is_dir():
-        return script_folder
+    folder = Path(script).resolve().parent
+    if Path(script).is_file() and (folder / "megatron" / "core").is_dir():
+        if not _has_old_megatron(folder):
+            return folder
+    hide_old_megatron()
     try:
         spec = importlib.util.find_spec("megatron.core")
     except ModuleNotFoundError:

@@ -27,6 +27,7 @@ from typing import Any, TextIO
 
 from megatron_vshape.rehearsal.rank_job import RankJob
 from megatron_vshape.rehearsal.rank_report import ending
+from megatron_vshape.rehearsal.sources import hide_old_megatron
 
 _LOG_CHARACTERS = 6000
 ENVIRONMENT = {
@@ -52,6 +53,7 @@ def prepare(megatron: str | None, te: str | None) -> None:
     """Import all modules with the replacements installed; once per process, before torch."""
     gc.disable()  # the imports create a million objects, hardly any of them garbage
     os.environ.update(ENVIRONMENT)
+    hide_old_megatron()
     if megatron:
         sys.path.insert(0, megatron)
     from megatron_vshape.rehearsal import compiled_packages, device, exchanges

@@ -517,9 +517,7 @@ def test_mindspeed_rl_has_a_file_for_its_model(tmp_path: Path) -> None:
     assert command.layers == 32
     assert command.value("--pipeline-model-parallel-layout") == f"E{15 * 't'}|{17 * 't'}L"
     assert launched_gpus(command) == (16, "")
-    command = read_command(
-        [written(tmp_path, "dpo.yaml", text.format(stage="dpo", pairs="true"))]
-    )
+    command = read_command([written(tmp_path, "dpo.yaml", text.format(stage="dpo", pairs="true"))])
     assert tuple(command.number(name, 0) for name in names) == (512, 2, 64)
     assert command.reference is Reference.FORWARD
 

@@ -104,6 +104,26 @@ def test_the_downloaded_megatron_can_be_imported_and_is_no_installed_one(
     assert sources.find_megatron(None, "x.py") is None
 
 
+def test_a_megatron_without_its_training_package_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = tmp_path / "fork" / "pretrain_gpt.py"
+    (script.parent / "megatron" / "core").mkdir(parents=True)
+    script.write_text("from megatron import get_args")
+    assert sources.find_megatron(None, str(script)) == script.parent
+    (script.parent / "megatron" / "__init__.py").touch()
+    MEGATRON.directory.joinpath(MEGATRON.folder).mkdir(parents=True)
+    monkeypatch.syspath_prepend(script.parent)
+    assert sources.find_megatron(None, str(script)) == MEGATRON.directory
+    assert str(script.parent) not in sys.path  # it would hide Megatron-Core
+    monkeypatch.chdir(script.parent)
+    monkeypatch.syspath_prepend("")
+    sources.hide_old_megatron()
+    assert "" not in sys.path
+    assert sources.find_script(str(script), MEGATRON.directory) != script
+    assert "is of a Megatron without the package megatron.training" in caplog.text
+
+
 def test_a_command_whose_settings_need_megatron_downloads_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
