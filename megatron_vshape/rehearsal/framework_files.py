@@ -40,7 +40,6 @@ _MARKERS = {
     "LLaMA-Factory or TRL": {"model_name_or_path"},
     "NeMo 1": {"trainer", "exp_manager"},
     "ChatLearn": {"runtime_args"},
-    "AReaL": {"trial_name"},
 }
 """Keys of files that are recognized and not read; one of them is enough."""
 

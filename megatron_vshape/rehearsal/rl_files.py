@@ -1,7 +1,7 @@
-"""Read the training part of configurations of NeMo-RL, ROLL, RLinf and MindSpeed-RL.
+"""Read the training part of configurations of NeMo-RL, ROLL, RLinf, AReaL and MindSpeed-RL.
 
-Only NeMo-RL's, ROLL's and RLinf's files name a model of Hugging Face, whose sizes are in another
-file; MindSpeed-RL's have Megatron's arguments. Estimated is the update of the trained model.
+They name a model of Hugging Face, whose sizes are in another file; only MindSpeed-RL's have
+Megatron's arguments. Estimated is the update of the trained model.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ def command_of_rl(
         return _command_of_roll(path, content, worker, extra_flags)
     if "training_backend" in section(content, "actor"):
         return _command_of_rlinf(path, content, extra_flags)
+    if "trial_name" in content:
+        return _command_of_areal(path, content, extra_flags)
     return None
 
 
@@ -229,6 +231,73 @@ def _rlinf_gpus(cluster: Mapping[str, Any]) -> dict[str, str]:
         return {NODES: str(number(cluster, "num_nodes", 1)), PROCESSES: ""}
     gpus = sum(int(last or first) - int(first) + 1 for first, last in ranges)
     return {NODES: "1", PROCESSES: str(gpus)}
+
+
+_AREAL_DEFAULTS = {"moe_router_dtype": "fp32", "moe_token_dispatcher_type": "alltoall"}
+_AREAL_RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+"""Defaults of AReaL's MegatronEngineConfig (areal/api/cli_args.py)."""
+_AREAL_SIZES = {
+    "p": "pipeline_model_parallel_size",
+    "t": "tensor_model_parallel_size",
+    "c": "context_parallel_size",
+    "e": "expert_model_parallel_size",
+}
+"""Parallel sizes by their letters in a backend, as in `megatron:d4p2t2`."""
+
+
+def _command_of_areal(
+    path: Path, content: Mapping[str, Any], extra_flags: Sequence[str]
+) -> Command:
+    """Read the training of the actor in a configuration of AReaL."""
+    content = with_references(content, content)
+    actor, samples = section(content, "actor"), section(content, "gconfig")
+    backend, data = str(actor.get("backend")), section(content, "train_dataset")
+    if not backend.startswith("megatron:"):
+        raise ScheduleError(f"{path} trains without Megatron: actor.backend is {backend:.40}")
+    # megatron:(attn:d4p4t2|ffn:d2p4e4) has other sizes for experts.
+    layers, _, experts = backend.removeprefix("megatron:").partition("|")
+    letters = dict(re.findall(r"([dptce])(\d+)", layers.replace("attn", "")))
+    expert_letters = dict(re.findall(r"([te])(\d+)", experts)) or {"e": letters.get("e", 1)}
+    megatron = section(actor, "megatron")
+    settings = _AREAL_DEFAULTS | {
+        name: value for name, value in megatron.items() if not isinstance(value, dict)
+    }
+    if quantization := section(megatron, "fp8_config"):
+        settings |= {"fp8": quantization.get("mode", "e4m3")}
+        settings |= {"fp8_recipe": quantization.get("recipe", "delayed")}
+    if actor.get("gradient_checkpointing"):
+        settings = _AREAL_RECOMPUTE | settings
+    else:
+        settings |= dict.fromkeys(_AREAL_RECOMPUTE)
+    settings |= {name: int(letters.get(letter, 1)) for letter, name in _AREAL_SIZES.items()}
+    settings |= {
+        "expert_model_parallel_size": int(expert_letters.get("e", 1)),
+        "expert_tensor_parallel_size": int(expert_letters.get("t", 1)),
+        "sequence_parallel": int(letters.get("t", 1)) > 1,
+        "seq_length": number(data, "max_length") + number(samples, "max_new_tokens"),
+        "bf16": actor.get("dtype", "bfloat16") == "bfloat16",
+    }
+    gpus = prod(int(letters.get(letter, 1)) for letter in "dptc")
+    batch = number(data, "batch_size", 1) * number(samples, "n_samples", 1)
+    limit = number(section(actor, "mb_spec"), "max_tokens_per_mb")
+    if not limit:
+        raise ScheduleError(f"{path} has no actor.mb_spec.max_tokens_per_mb: set the tokens")
+    batch //= number(actor, "ppo_n_minibatches", 1)
+    settings, batches = _packed(settings, batch, limit, gpus)
+    ddp = {"use_distributed_optimizer": True} | section(megatron, "ddp")
+    rank = number(actor, "lora_rank") if actor.get("use_lora") else 0
+    return Command(
+        "pretrain_gpt.py",
+        tuple(flags_of_config({"model": settings, "ddp": ddp, "train": batches}, extra_flags)),
+        launched={NODES: "1", PROCESSES: str(gpus)},
+        model_name=str(actor.get("path") or ""),
+        notes=(_LONGEST,),
+        lora=LoraConfig(rank, ("all-linear",)) if rank else None,
+    )
 
 
 def _command_of_mindspeed_rl(content: Mapping[str, Any], extra_flags: Sequence[str]) -> Command:

@@ -489,6 +489,40 @@ def test_all_gpus_of_rlinf_are_unknown_and_fsdp_is_rejected(tmp_path: Path) -> N
         read_command([written(tmp_path, "fsdp.yaml", text)])
 
 
+AREAL = """
+trial_name: trial0
+gconfig: {{n_samples: 8, max_new_tokens: 3072}}
+train_dataset: {{batch_size: 64, max_length: 1024}}
+actor:
+  backend: "{backend}"
+  path: Qwen/Qwen3-30B-A3B
+  gradient_checkpointing: true
+  mb_spec: {{max_tokens_per_mb: 8192}}
+  megatron: {{recompute_num_layers: 2}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "sizes"),
+    [
+        ("megatron:d4p2t2", (2, 2, 1, 1)),
+        ("megatron:d2p2t2e4", (2, 2, 4, 1)),
+        ("megatron:(attn:d4p4t2|ffn:d2p4t2e2)", (4, 2, 2, 2)),
+    ],
+)
+def test_the_actor_of_areal(tmp_path: Path, backend: str, sizes: tuple[int, ...]) -> None:
+    command = read_command([written(tmp_path, "grpo.yaml", AREAL.format(backend=backend))])
+    names = ("pipeline-model", "tensor-model", "expert-model", "expert-tensor")
+    parallel_sizes = [command.number(f"--{name}-parallel-size", 1) for name in names]
+    assert tuple(parallel_sizes) == sizes
+    assert command.number("--seq-length", 0) == 8192
+    assert command.number("--global-batch-size", 0) == 256  # two samples in a microbatch
+    assert command.number("--recompute-num-layers", 0) == 2
+    assert find_model(command.model_name).stem == "qwen3_30b_a3b"
+    with pytest.raises(ScheduleError, match="without Megatron: actor.backend is fsdp:d8"):
+        read_command([written(tmp_path, "fsdp.yaml", AREAL.format(backend="fsdp:d8"))])
+
+
 MINDSPEED_RL = """
 defaults:
   - model: [small]
@@ -537,6 +571,7 @@ SAMPLES = {
     "ROLL": ROLL.replace("defaults: [../shared/envs@_here_, _self_]\n", ""),
     "Nemotron": NEMOTRON.format(precision="bf16_mixed") + "  pipeline_model_parallel_size: 2\n",
     "RLinf": RLINF.format(gpus="0-7", packs="true", backend="megatron"),
+    "AReaL": AREAL.format(backend="megatron:d1"),
     "MindSpeed-RL": MINDSPEED_RL.format(stage="grpo", pairs="false").replace(
         "  - model: [small]", "  - small"
     )
@@ -572,7 +607,6 @@ NEOX = {"pipe-parallel-size": 4, "model-parallel-size": 2, "num-layers": 44, "hi
         ({"model_name_or_path": "m", "stage": "sft"}, "LLaMA-Factory"),
         ({"trainer": {"devices": 8}, "model": {"num_layers": 12}}, "NeMo 1"),
         ({"runtime_args": {"train_backend": "megatron"}, "models": {}}, "ChatLearn"),
-        ({"trial_name": "a", "actor": {"backend": "megatron:d4p1t1"}}, "AReaL"),
     ],
 )
 @pytest.mark.parametrize("suffix", ["json", "yaml"])
