@@ -41,7 +41,7 @@ MOST_SHAPES = 16
 
 
 def compare(options: argparse.Namespace) -> tuple[Advice, Comparison]:
-    """Estimate the configurations, and return the search with the predictions that start.
+    """Estimate the configurations; return the `Advice` and its comparison of those that start.
 
     Raises:
         ScheduleError: the command or an option is not supported; the text contains the fix.
@@ -88,9 +88,10 @@ def prepare_advice(
     keep: Sequence[str],
     proposals: Sequence[Configuration],
 ) -> Advice:
-    """Count the configurations to compare, and list those left out with their reasons.
+    """Run the dry runs of the configurations, and return an `Advice` to compare them.
 
-    The configurations are those next to the command's, unless there are proposals.
+    The configurations are the command's and those of --grid, the other proposals or those next to
+    the command's. Impossible ones and those that could not be estimated are left out, with reasons.
     """
     machine, grid, left_out, post_validation = _grid(options, subject)
     # The comparison starts with the command as it is, so it must run on these GPUs.

@@ -141,9 +141,10 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command_with_model(options: argparse.Namespace) -> Command:
-    """Read the command, with the flags of its model before its flags; print the model's flags.
+    """Read the command (words, script or file: `read_command`), preceded by its model's flags.
 
-    The model is that of --model, or the one that a framework's command names.
+    The flags of the model are printed. The model is that of --model, or the one that a framework's
+    command names.
 
     Raises:
         ScheduleError: the model or the command cannot be read, or both have a model.

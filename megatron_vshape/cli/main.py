@@ -24,7 +24,7 @@ _INTERRUPTED = 130  # exit status of a program that Ctrl-C has ended
 COMMANDS = {
     "advise": "compare a training command with the best of stock Megatron and of this package",
     "trial": "run a training command for a few steps with other schedules, and compare the runs",
-    "rehearse": "estimate peak GPU memory per rank for a training command (no GPU needed)",
+    "rehearse": "estimate peak memory per rank and step time of a training command (no GPU needed)",
     "schedule": "generate a schedule; print, draw, export or compare it",
     "plan": "search for the fastest schedule for given costs within a memory limit",
     "sweep": "search over schedules and parallel configurations; launch the best on a cluster",

@@ -40,7 +40,7 @@ class Times(NamedTuple):
 
     @property
     def saved(self) -> float:
-        """Time that an unsplit backward saves, compared with B + W."""
+        """Time that a full backward saves, compared with B + W."""
         return (
             0.0 if self.full_backward is None else self.backward + self.weight - self.full_backward
         )
@@ -84,7 +84,7 @@ def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
         type=cost,
         metavar="F,B,W,COMM",
         help="Relative times of a chunk (1/(2D) of the model) and of a P2P message (default: "
-        "1,1,1,0); a fifth value BW=X is that of an unsplit backward (default: B + W)",
+        "1,1,1,0); a fifth value BW=X is that of a full backward (default: B + W)",
     )
     exclusive.add_argument(
         "--costs", type=Path, metavar="FILE", help="Costs file (JSON): us and bytes of each stage"

@@ -39,7 +39,9 @@ MOST_CHUNKS = 12
 """Default maximum of chunks per rank."""
 
 _BASE_CHUNKS = 4
-"""Chunks per rank of the searched plan, if the layers allow."""
+"""Chunks per rank of the costs from which the search starts, if the layers allow.
+
+The plan may have another number."""
 
 _FIRST_SHARE = 0.5
 """Share of --seconds for the search; the comparison needs the rest."""
@@ -66,7 +68,7 @@ def request_of(options: argparse.Namespace, costs: Costs, measured: Costs | None
 
     Args:
         options: the options of `plan`.
-        costs: the costs of the stages that the search distributes, of `costs_of`.
+        costs: the result of `costs_of`.
         measured: the costs file of --costs.
 
     Raises:
@@ -127,7 +129,10 @@ def _layers_to_split(
 
 
 def costs_of(options: argparse.Namespace, measured: Costs | None) -> Costs:
-    """Return the costs of the stages that the search distributes."""
+    """Return costs for `_BASE_CHUNKS` chunks per rank if the layers allow, or those of --costs.
+
+    For other numbers of chunks, the search calls the request's `stage_cost_function`.
+    """
     devices, max_chunks = options.devices, options.chunks
     split = _layers_to_split(options, measured)
     if split is not None:

@@ -1,4 +1,4 @@
-"""megatron-vshape rehearse: memory estimate of a training command, without a GPU."""
+"""megatron-vshape rehearse: memory and step time of a training command, without a GPU."""
 
 import argparse
 import json
@@ -374,7 +374,7 @@ def _write_costs(
     stages: Sequence[int],
     options: argparse.Namespace,
 ) -> int:
-    """Count the stages of a V with split and unsplit backward, and write their costs."""
+    """Count the stages of a V with split and full backward, and write their costs."""
     if sizes.pipeline < 2:
         raise ScheduleError(
             "--costs needs a pipeline, and the command has one rank: set "

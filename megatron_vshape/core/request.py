@@ -49,7 +49,8 @@ class PlanRequest:
     name: str | Schedule
     num_devices: int
     num_microbatches: int
-    costs: Costs | None = None  # for the maximum number of stages of a plan
+    # Their number of stages gives `default_placements` and the default of `chunks`; None: uniform.
+    costs: Costs | None = None
     stage_cost_function: StageCostFunction | None = None  # None: adjacent stages are added up
     # Memory limit for AUTO: of all devices, or of each; a name for its peak; None: that of 1F1B.
     limit: float | Sequence[float] | str | None = None
@@ -61,11 +62,12 @@ class PlanRequest:
     baselines: tuple[EvaluatedSchedule, ...] = ()  # a plan is no worse than those that fit
     steps: int | None = None  # search steps; None: the default of `search.plan`
     seconds: float | None = None  # search time instead of steps
-    # Instead of `cut`: a model of that number of layers, balanced for every placement.
+    # Instead of `stage_cost_function`: a model with that number of layers, balanced for every
+    # placement.
     layers: tuple[Pieces, int] | None = None
 
     def full_costs(self) -> Costs:
-        """Return the costs of the maximum number of stages of a plan."""
+        """Return `costs`, by default those of the V placement; `chunks` may allow more stages."""
         return self.costs or self.costs_of(v_shape(self.num_devices), "a plan")
 
     def costs_of(self, placement: Placement, name: str) -> Costs:
@@ -114,8 +116,10 @@ class PlanRequest:
     def searched_placements(self) -> tuple[Placement, ...]:
         """Return the placements that AUTO searches.
 
-        With costs of whole stages and one number of slices, these are the loop and the zigzag of
-        every number of chunks that the costs support; else those of `default_placements`.
+        These are the allowed placements, by default those of `default_placements`. Without a layer
+        split, offloading and vocabulary parallelism, and with one number of slices, the loop and
+        the zigzag of the numbers of chunks that the costs support are added: of all if at most 8,
+        else of those in `_SEARCHED_CHUNKS`, but none with more than `MAX_COMPARED_PASSES` passes.
         """
         if self.placements:
             return self.placements

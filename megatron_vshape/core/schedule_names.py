@@ -29,7 +29,8 @@ MEGATRONS_OWN = ("1f1b", "interleaved-1f1b")
 
 MAX_COMPARED_PASSES = 20_000
 """Maximum passes of a published schedule in a comparison: generating a larger one is slower than
-planning, which starts from the same blocks."""
+planning, which starts from the same blocks. Also the largest step for which further numbers of
+chunks are searched."""
 
 
 def is_megatrons_own(name: str | None) -> bool:

@@ -98,7 +98,8 @@ class StepState(MutableState):
     One object per process. A step resets all fields that it sets.
     """
 
-    splits_backward: bool = False  # a schedule of this package runs
+    # A schedule of this package is chosen; an open bucket decides whether a pass defers.
+    splits_backward: bool = False
     jobs: WeightJobs = field(default_factory=WeightJobs)
     running_chunk: int | None = None  # the chunk of Megatron's "is this the first stage?" checks
     graph_memory: GraphMemory = field(default_factory=GraphMemory)

@@ -272,6 +272,10 @@ def counted(
 
 
 def _with_equal_layers(ranks: Ranks, gpu: Gpu, sizes: Sizes, layers: int) -> CountedCosts:
+    """Convert the counted ranks to a layer, both ends and the work once per step, for these sizes.
+
+    A counted stage has this number of layers.
+    """
     rates = rates_of(gpu)
     ratio = sizes.world // sizes.pipeline * PIPELINE / ranks[0].sizes.world
     first, second, *dense = (_with_replicas(report, ratio) for report in ranks)

@@ -45,7 +45,7 @@ def both_backwards(num_devices: int) -> Schedule:
 
 
 def counted_costs(ranks: Sequence[RankReport], gpu: Gpu, devices: int, gpu_distance: int) -> Costs:
-    """Return the costs of all stages from ranks with dry runs of `both_backwards`.
+    """Return times (`step_time`) and memory of all stages from dry runs of `both_backwards`.
 
     `gpu_distance` is the distance between neighboring pipeline ranks in GPUs.
 

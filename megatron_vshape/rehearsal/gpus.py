@@ -153,7 +153,7 @@ GPUS = {
         _gpu("gb300", "10.3", 284208, 152, "2500/5000/15000", 8.0, 900, 100, 72, 180),
     )
 }
-"""By the name for --gpu: compute capability, memory (MiB), multiprocessors, bf16, 8-bit and 4-bit
+"""By the name for --gpus: compute capability, memory (MiB), multiprocessors, bf16, 8-bit and 4-bit
 GEMMs (TFLOP/s, dense; an unsupported format has the rate of the next wider one), memory (TB/s),
 links within and between nodes (GB/s, one way), number of GPUs that the fast links connect, and the
 link to the host (PCIe 4 and 5 with 16 lanes; for NVLink-C2C the achieved rate). GPUs without NVLink

@@ -1,4 +1,8 @@
-"""Accounting of torch's caching allocator: every storage from allocation to release."""
+"""Accounting of a dry run: its memory and its work.
+
+Memory is every storage of torch's caching allocator, from allocation to release. Work is the GEMMs,
+kernels and bytes of every pass.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +83,10 @@ class PassRecord(NamedTuple):
 
 
 class Ledger(TorchDispatchMode):
-    """Tracks storages that operations return until they are freed; the clock counts events."""
+    """Tracks storages that operations return until they are freed; the clock counts events.
+
+    It counts the work of the operations in `work`; `exchanges` adds the collectives.
+    """
 
     def __init__(self, cublas_workspace_bytes: int, multiprocessors: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -130,7 +130,7 @@ class StepReport:
     microbatches: int  # of the batch
     traced_microbatches: int
     kinds: Sequence[PassReport]
-    work: Work  # of the traced microbatches
+    work: Work  # of the traced microbatches and of those that repeat them
     time: Mapping[str, float]  # seconds of a step, by category
     scale: Scale  # only how kernels are launched; its counts are 1
 

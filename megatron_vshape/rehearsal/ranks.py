@@ -84,6 +84,8 @@ class DryRunConfig:
     ) -> RankJob:
         """Return the job for a pipeline rank; its result includes `name`.
 
+        Flags that read files are removed. With --pipeline-schedule, the batch is cut to `PER_RANK`
+        microbatches per pipeline rank, unless the schedule is from a file.
         With `check`, only the start-up checks run, which include those of the evaluation.
         """
         flags = self.flags(command)
@@ -146,7 +148,9 @@ def _fewer_microbatches(command: Command, sizes: Sizes) -> list[str]:
 
 
 def rehearse_all(programs: Programs, jobs: Iterable[RankJob]) -> Iterator[RankReport | FailedRank]:
-    """Yield the report of each job in order of completion, or its error.
+    """Run each job by `one_rank.rehearse`, in a process forked from `worker`.
+
+    Yields its report or error in order of completion.
 
     Raises:
         ScheduleError: The worker did not start.

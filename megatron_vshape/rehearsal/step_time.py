@@ -95,10 +95,10 @@ every layer, so it cannot start kernels ahead. 1 would be the sum of both times.
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Relation of the traced step to the real one."""
+    """Relation of the counted step to the real one."""
 
     microbatches: int
-    traced: int
+    counted: int  # microbatches in the work
     ranks: int  # of the pipeline
     chunks: int
     graphs: bool = False  # of a full step: the host starts no kernels
@@ -128,7 +128,7 @@ def step_time(work: Work, gpu: Gpu, scale: Scale, rates: Rates | None = None) ->
     host = 0.0 if scale.graphs else _host_s(work, achieved)
     parts["host"] = with_host_s(on_gpu, host, _reads_token_counts(work)) - on_gpu
     # Per microbatch.
-    per_microbatch = {name: seconds / scale.traced for name, seconds in parts.items()}
+    per_microbatch = {name: seconds / scale.counted for name, seconds in parts.items()}
     microbatch = sum(per_microbatch.values())
     parts = {name: seconds * scale.microbatches for name, seconds in per_microbatch.items()}
     # The bubble of (interleaved) 1F1B: ranks - 1 passes of one chunk, forward and backward.
@@ -242,7 +242,7 @@ def _exposed_collectives_s(
     """Estimate the exposed seconds of the collectives of every microbatch.
 
     Args:
-        work: counts of all traced microbatches.
+        work: counts of all counted microbatches.
         gpu: GPU and links.
         rates: shares that they reach.
         scale: whether all-to-alls overlap the computation of another microbatch.

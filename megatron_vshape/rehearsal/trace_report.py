@@ -43,7 +43,7 @@ def launches_of(args: Any) -> Scale:
     """Return how the kernels of a run are launched and which collectives overlap."""
     return Scale(
         microbatches=1,
-        traced=1,
+        counted=1,
         ranks=1,
         chunks=1,
         graphs=getattr(args, "cuda_graph_impl", "none") == "full_iteration",
@@ -55,7 +55,9 @@ def launches_of(args: Any) -> Scale:
 def report_of_trace(
     job: RankJob, ledger: Ledger, model: BuiltModel, steps: TracedSteps, seconds: float
 ) -> RankReport:
-    """Return the report of a rank.
+    """Return the report of a rank: peak, passes with their work, step time of 1F1B.
+
+    The peak is that of the ledger, or of the replay of the allocator if larger.
 
     Args:
         job: the rank.
@@ -71,7 +73,7 @@ def report_of_trace(
     scale = replace(
         launches,
         microbatches=many,
-        traced=steps.microbatches,
+        counted=steps.microbatches,
         ranks=args.pipeline_model_parallel_size,
         chunks=max(len(model.chunks), 1),
     )

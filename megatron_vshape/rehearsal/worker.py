@@ -2,9 +2,9 @@
 
     python -m megatron_vshape.rehearsal.worker '{"megatron": TREE, "te": DIRECTORY, "jobs": 2}'
 
-It reads jobs from stdin, one JSON object per line, until an empty line. Then it runs them, and
-writes a result per line, in JSON: a `RankReport`, a `CheckedRank` or a `FailedRank`; at the end an
-empty line. It ends at the end of stdin.
+It reads jobs from stdin, one JSON object per line, until an empty line. Then it runs
+`one_rank.rehearse` for each job in a fork, and writes a result per line, in JSON: a `RankReport`, a
+`CheckedRank` or a `FailedRank`; at the end an empty line. It ends at the end of stdin.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ class _Waiting(NamedTuple):
     begin: Callable[[], None] | None  # starts the job's all-gather; a second call does nothing
     weights: Sequence[Tensor]
     tensors: list[Tensor]  # tensors to record on the job's stream, once known
-    stream: torch.cuda.Stream | None  # on which the job and its tensors were made
+    # On which the job was stored; its tensors may come from others.
+    stream: torch.cuda.Stream | None
 
 
 class _Open:

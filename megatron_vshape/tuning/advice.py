@@ -105,7 +105,11 @@ class Advice:
             return replace(comparison, fsdp=without_pipeline.result())
 
     def _with_pipeline(self) -> Comparison:
-        """Compare pipeline schedules."""
+        """Predict pipeline schedules, and return the fastest of each kind.
+
+        These are stock schedules of all configurations, and schedules of this package for the
+        command's sizes and for the most promising other configurations.
+        """
         today = self.today()
         configs = [self.command_config, *self.neighbors]
         stock = [prediction for config in configs for prediction in self.stock(config)]

@@ -72,7 +72,10 @@ class AdviceReport:
 
     @property
     def recommended(self) -> Prediction | None:
-        """The recommended prediction; None if nothing fits."""
+        """Today's, best stock or best prediction of all (`Comparison.recommended`).
+
+        A change must gain more than the error. None if nothing fits.
+        """
         return self.comparison.recommended(accuracy.threshold(self.advice.case))
 
     def command(self, prediction: Prediction) -> Command:

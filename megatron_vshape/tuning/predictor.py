@@ -87,7 +87,9 @@ class Counts:
         return len(results), sum(isinstance(result, str) for result in results)
 
     def __call__(self, config: Configuration) -> CountedCosts:
-        """Return the costs of a configuration.
+        """Return the costs of a configuration, from dry runs of a small model.
+
+        `configuration_costs` runs them, and `step_time` converts their counted work to times.
 
         Raises:
             SweepError: the configuration cannot be estimated; the text contains the reason.
@@ -306,9 +308,11 @@ class Predictor:
         always: bool = False,
         is_stock: bool = False,
     ) -> Prediction:
-        """Predict a schedule; its times too if it does not fit with `always`.
+        """Predict the peaks of a schedule (`peak_held`) and the time of its step.
 
-        `timeline` is given if planning has simulated it already.
+        The step is the makespan of `simulate` (with post-validation, the span) plus gradient
+        reduction and optimizer (`after_us`). A schedule that does not fit has times only with
+        `always`. `timeline` is given if planning has simulated it already.
         """
         schedule = with_vocabulary_passes(schedule, costs)
         gpu, communicators = self.machine.gpu, self.counts(config).communicators

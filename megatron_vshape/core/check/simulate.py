@@ -25,7 +25,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
       both passes end at the same time.
     * A result for another device arrives one message time after its pass has ended. Sending
       occupies no device.
-    * Without `costs`, every pass takes one unit and messages take none.
+    * Without `costs`, a pass of one of 2 * num_devices stages takes one unit, a pass of one of
+      num_devices stages two, and messages take none.
     * A slice has its share of the cost of a microbatch.
 
     >>> from megatron_vshape import Costs, make, simulate

@@ -337,7 +337,8 @@ def _order_rules(
     """Yield the parts before this pass on the same device, with the microbatch offset.
 
     The offset counts in execution order; the last value is whether that descends (see
-    `Schedule.in_turn`). Parts on the same resource are omitted if the simulation enforces them.
+    `Schedule.execution_order`). Parts on the same resource are omitted if the simulation enforces
+    them.
     """
     for part in kind.does:
         for read in (*part.reads, *part.follows):

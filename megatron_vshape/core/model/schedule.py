@@ -53,7 +53,7 @@ _KEYS = ("name", "num_devices", "num_microbatches", "placement", "order")
 class ResourceQueue(NamedTuple):
     """Resource queue: the passes of a device on one resource, in their order.
 
-    `places[at]` is the index of `passes[at]` in the device's order.
+    `positions[i]` is the index of `passes[i]` in the device's order.
     """
 
     device: int

@@ -136,7 +136,7 @@ def plan(
             the costs of every allowed placement, instead of `placements`.
         limit: memory limit in the costs' unit, one value or one per device; infinity is no limit.
         slices: sequence slices per microbatch, or several numbers to choose from.
-        whole: plan for unsplit backward: B has the time of BW, and W costs nothing.
+        whole: plan for full backwards: B has the time of BW, and W costs nothing.
         trades: allow offloading if the costs contain copy times; never worse than without.
         in_host: host memory limit per device, in the costs' unit.
         steps: search steps (default: a few seconds at 8 devices).

@@ -310,7 +310,7 @@ def pipeline_stage_check(end: int) -> Function:
     The stage is that of `vp_stage` if given (and not ignored), else that of the running chunk. If
     no chunk runs, the result is about the rank. While models are built: whether any of its chunks
     is that stage. Afterwards: Megatron's result, its position in the pipeline, because the last
-    rank gets the results of the loss (`build_pipeline`).
+    rank gets the results of the loss (`loss_last` of `pipeline_from_config`).
     """
 
     @replaces

@@ -109,7 +109,8 @@ class BuildState(MutableState):
 class Session:
     """State shared by the hooks, by lifetime: the process, the model of a run, its steps.
 
-    `pipeline` is None while Megatron's schedules run; then every hook behaves as upstream.
+    `pipeline` is None while Megatron's schedules run. Then hooks call upstream; under a schedule of
+    Megatron that the user has named, they add log lines and checks.
     """
 
     # The schedule: of this package, or Megatron's own if the user has named one.

@@ -177,10 +177,13 @@ class Planner:
             self._evaluation.clear()
 
     def plan_step(self, num_microbatches: int) -> PlannedStep:
-        """Plan a training step of `num_microbatches`, or return the plan made before.
+        """Make the schedule of a step and lower it to a program, or return the plan made before.
+
+        The schedule is made by name, from the file or by search.
 
         Raises:
-            ScheduleError: The schedule is from a file for another number of microbatches.
+            ScheduleError: The schedule is from a file for another number of microbatches, or
+                nothing fits the memory limit.
         """
         plan = recall(self._training, num_microbatches)
         if plan is None:

@@ -339,7 +339,10 @@ class JobStore:
         )
 
     def enable_delay_wgrad_compute(self) -> None:
-        """Do nothing: the schedule decides, and the runner checks that job buckets are empty."""
+        """Do nothing: the schedule decides.
+
+        `WeightJobs.collect` rejects a bucket whose W has not run.
+        """
 
     disable_delay_wgrad_compute = assert_empty = enable_delay_wgrad_compute
 

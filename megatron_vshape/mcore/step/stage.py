@@ -352,7 +352,8 @@ class MegatronStage:
     def backward_inputs(self, microbatch: int, received: Tensor | None) -> Tensor | None:
         """Run B; linear layers defer their weight gradients as jobs.
 
-        While memory is measured, no jobs of a W run inside.
+        If the plan has an overlap for this B (`wgrad_overlaps`), jobs of the next W run inside,
+        while B waits for tensor-parallel ranks, but not while memory is measured.
         """
         overlap_arguments: tuple[Any, ...] = ()
         overlap = self.step.wgrad_overlaps.get(Pass(Kind.B, self.stage, microbatch))
