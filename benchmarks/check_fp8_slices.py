@@ -77,7 +77,7 @@ class Passes:
 
     def __init__(self, case: Case, adapted: bool) -> None:
         torch.manual_seed(0)
-        self.case, self.state = case, StepState(splits_backward=True)
+        self.case, self.state = case, StepState(has_own_schedule=True)
         self.layer = case.build()
         for parameter in self.layer.parameters():
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)

@@ -144,7 +144,7 @@ class Rank:
         from megatron_vshape.mcore.step_state import StepState
 
         self.sizes, self.context = sizes, context
-        self.state = StepState(splits_backward=True)
+        self.state = StepState(has_own_schedule=True)
         self.chunks = build_chunks(sizes)
         self.stores = {
             module: module.wgrad_store

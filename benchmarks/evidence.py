@@ -258,7 +258,7 @@ def _counted(description: Mapping[str, Any], subject: Subject) -> Callable[[int,
         sizes = (description["sequence_length"], 1, 1, 1, description["devices"], 1, 1)
         config = Configuration("", *sizes, FULL if recompute else NONE, layout)
         placement = looping(description["devices"], num_stages // description["devices"])
-        return counts(config).pieces.costs(layers_of_stages(config, subject, placement))
+        return counts.costs_of(config).pieces.costs(layers_of_stages(config, subject, placement))
 
     return costs_of
 

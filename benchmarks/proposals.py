@@ -43,14 +43,14 @@ def predict(subject: Subject, machine: Machine, te: Path | None) -> dict[Configu
         if is_near and len(configs) < MAX_CONFIGS_PER_KEY and (configs or len(keys) < MAX_KEYS):
             keys.setdefault(key_of_count(candidate.config), []).append(candidate.config)
     chosen = [config for configs in keys.values() for config in configs]
-    programs = lambda: DryRunConfig.of(subject.command, machine.gpu, None, te, 2)  # noqa: E731
-    counts = Counts(subject, machine, programs)
+    make_dry_run_config = lambda: DryRunConfig.of(subject.command, machine.gpu, None, te, 2)  # noqa: E731
+    counts = Counts(subject, machine, make_dry_run_config)
     counts.count(chosen, lambda *_: None)
     predictor = Predictor(subject, machine, counts, False, HEADROOM * machine.gpu.memory_bytes)
     steps: dict[Configuration, float] = {}
     for config in chosen:
         try:
-            predictions = [*Advice(predictor, config, "", 5.0, programs).stock(config)]
+            predictions = [*Advice(predictor, config, "", 5.0, make_dry_run_config).stock(config)]
         except ScheduleError:  # it cannot be estimated, as with the command of a user
             continue
         fitting = [step_seconds(prediction) for prediction in predictions if prediction.fits]

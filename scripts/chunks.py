@@ -94,7 +94,7 @@ def _split_state() -> Any:
     from megatron_vshape.mcore.split.linear_layers import make_split_linear
     from megatron_vshape.mcore.step_state import StepState
 
-    state = StepState(splits_backward=True)
+    state = StepState(has_own_schedule=True)
     name = "LinearWithGradAccumulationAndAsyncCommunication"
     upstream = getattr(layers, "_upstream", None) or getattr(layers, name)
     layers._upstream = upstream

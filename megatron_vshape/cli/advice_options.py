@@ -36,8 +36,8 @@ from megatron_vshape.tuning.machine import Machine
 from megatron_vshape.tuning.predictor import Counts, Predictor
 from megatron_vshape.tuning.proposals import propose, proposed_command
 
-MOST_SHAPES = 16
-"""Maximum number of configurations next to the command's to estimate."""
+MAX_OTHER_CONFIGURATIONS = 16
+"""Maximum number of configurations to estimate besides the command's, without --grid."""
 
 
 def compare(options: argparse.Namespace) -> tuple[Advice, Comparison]:
@@ -106,12 +106,12 @@ def prepare_advice(
         else:
             candidates.append(config)
     left_out += [
-        f"{sizes_text(config, subject)}: advise evaluates at most {MOST_SHAPES} other "
+        f"{sizes_text(config, subject)}: advise evaluates at most {MAX_OTHER_CONFIGURATIONS} other "
         "configurations"
-        for config in candidates[MOST_SHAPES:]
+        for config in candidates[MAX_OTHER_CONFIGURATIONS:]
     ]
-    programs = partial(dry_run_config, options, subject.command, gpu)
-    counts = Counts(subject, machine, programs)
+    make_dry_run_config = partial(dry_run_config, options, subject.command, gpu)
+    counts = Counts(subject, machine, make_dry_run_config)
     headroom_bytes = headroom_bytes_of(options.headroom, gpu.memory_bytes)
     predictor = Predictor(subject, machine, counts, post_validation, headroom_bytes)
     case = _case_of(subject.command, gpu)
@@ -120,21 +120,23 @@ def prepare_advice(
         command_config,
         case,
         options.seconds,
-        programs,
+        make_dry_run_config,
         grid=grid,
         left_out=left_out,
         with_fsdp=options.lora_rank is None and subject.command.lora is None,
         command_name="the proposal" if proposals else "today",
     )
     with report_progress(lambda us: f"{us * 1e-6:.1f} s"):
-        counts.count([command_config, *grid, *candidates[:MOST_SHAPES]], lambda *_: None)
+        counts.count(
+            [command_config, *grid, *candidates[:MAX_OTHER_CONFIGURATIONS]], lambda *_: None
+        )
     try:
-        counts(command_config)
+        counts.costs_of(command_config)
     except SweepError as error:
         raise ScheduleError(f"the command could not be estimated: {error}") from None
-    for config in candidates[:MOST_SHAPES]:
+    for config in candidates[:MAX_OTHER_CONFIGURATIONS]:
         try:
-            counts(config)
+            counts.costs_of(config)
             advice.neighbors.append(config)
         except SweepError as error:
             left_out.append(f"{sizes_text(config, subject)}: {error}")

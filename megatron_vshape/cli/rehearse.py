@@ -144,7 +144,7 @@ def run(options: argparse.Namespace) -> int:
         for stage in stages
     ]
     with report_progress(lambda us: f"{us:.0f} us"):
-        baselines = _found(rehearse_all(config.programs, jobs))
+        baselines = _group_by_run(rehearse_all(config.programs, jobs))
         reports = baselines.pop("")
         helps = _routing_lines(command, config, sizes, reports)
         if not options.alone:
@@ -266,7 +266,7 @@ def _check_costs_are_known(command: Command) -> None:
         )
 
 
-def _found(results: Iterable[RankReport | FailedRank]) -> dict[str, list[RankReport]]:
+def _group_by_run(results: Iterable[RankReport | FailedRank]) -> dict[str, list[RankReport]]:
     """Group the reports by run, sorted by rank.
 
     Raises:
@@ -384,7 +384,7 @@ def _write_costs(
     with counting_schedule(sizes.pipeline) as with_counting:
         jobs = [config.job(with_counting(plain, sizes), sizes, stage, "") for stage in stages]
         with report_progress(lambda us: f"{us:.0f} us"):
-            reports = _found(rehearse_all(config.programs, jobs))[""]
+            reports = _group_by_run(rehearse_all(config.programs, jobs))[""]
         if options.measure:
             # Only the first tensor-parallel rank reads data: the others would receive it.
             jobs = [replace(job, rank=job.rank - job.rank % sizes.tensor) for job in jobs]

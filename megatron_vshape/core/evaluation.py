@@ -230,7 +230,7 @@ def with_fused_backwards(evaluated: EvaluatedSchedule) -> EvaluatedSchedule:
     critical path.
     """
     costs, objective = evaluated.costs, evaluated.objective
-    if costs.whole_us is None:
+    if costs.full_us is None:
         return evaluated
     # Imported here because numba needs a second to import.
     from megatron_vshape.core.fusing import fuse_backwards

@@ -35,7 +35,7 @@ def fuse_backwards(timeline: Timeline, costs: Costs, objective: Objective) -> Sc
     Only if BW has a separate cost; otherwise `lower` fuses without any effect on times. First fuse
     where no pass is delayed, then everywhere, or stage by stage if that is slower.
     """
-    if costs.whole_us is None:
+    if costs.full_us is None:
         return timeline.schedule
     schedule = fuse(timeline)
     costs = costs_of(schedule, costs)

@@ -177,7 +177,7 @@ def _search(request: PlanRequest, budget: Budget) -> PlanResult:
     may_use_full = (
         max(full_backward_saving(costs.sliced(num_slices)) for num_slices in slices) >= _MIN_SAVING
     )
-    searched = partial(
+    search_orders = partial(
         search.plan,
         {placement: request.costs_of(placement, "a plan") for placement in placements},
         request.num_devices,
@@ -196,15 +196,15 @@ def _search(request: PlanRequest, budget: Budget) -> PlanResult:
         costs_of_plan = request.costs_of(plan.schedule.placement, "the plan")
         return PlanResult.of_plan(replace(plan, costs=costs_of_plan), limits)
 
-    plan = searched(begun=lambda best: budget.register_result(lambda: result_of(best())))
+    plan = search_orders(begun=lambda best: budget.register_result(lambda: result_of(best())))
     result = result_of(plan)
-    if result.costs.whole_us is None:
+    if result.costs.full_us is None:
         return result
     # The best of three plans: all backwards split, adjacent B and W fused, none split.
     split = evaluate_schedule(plan.schedule, result.costs, request.objective)
     candidates = [with_fused_backwards(split), split]
     if may_use_full:
-        schedule = with_full_backwards(searched(whole=True).schedule)
+        schedule = with_full_backwards(search_orders(whole=True).schedule)
         costs_of_schedule = request.costs_of(schedule.placement, "the plan")
         candidates.append(evaluate_schedule(schedule, costs_of_schedule, request.objective))
     candidates = [candidate for candidate in candidates if fits(candidate.peak, limits)]
@@ -291,7 +291,7 @@ def full_backward_saving(costs: Costs) -> float:
         for stage_index in range(costs.num_stages)
     ]
     forward_us = [costs.time_us(Kind.F, stage) for stage in range(costs.num_stages)]
-    full_backward_us = costs.whole_us
+    full_backward_us = costs.full_us
     if full_backward_us is None:
         return 0.0
     return max(0.0, 1 - (sum(forward_us) + sum(full_backward_us)) / sum(split_us))

@@ -99,7 +99,7 @@ class StepState(MutableState):
     """
 
     # A schedule of this package is chosen; an open bucket decides whether a pass defers.
-    splits_backward: bool = False
+    has_own_schedule: bool = False
     jobs: WeightJobs = field(default_factory=WeightJobs)
     running_chunk: int | None = None  # the chunk of Megatron's "is this the first stage?" checks
     graph_memory: GraphMemory = field(default_factory=GraphMemory)

@@ -57,7 +57,7 @@ _THIRD_DENSE = "([1,1,0]*2+[1,1])"
 def reports_of_commands(
     config: DryRunConfig, commands: Iterable[Command], report: Callable[[int, int], None]
 ) -> list[Ranks | str]:
-    """Run or read from the cache the counted ranks of each command; for `counted`.
+    """Run or read from the cache the counted ranks of each command; for `costs_of_counted_ranks`.
 
     The result of a command whose dry run fails is the error message. `report` is called with the
     numbers of finished and of all dry runs, unless all are cached.
@@ -250,35 +250,35 @@ class CountedCosts:
         return 1e6 * (state * self.optimizer_s_per_byte + exposed)
 
 
-def counted(
-    ranks: Ranks | str, command: Command, gpu: Gpu, world: int, pipeline: int
+def costs_of_counted_ranks(
+    reports: Ranks | str, command: Command, gpu: Gpu, world: int, pipeline: int
 ) -> CountedCosts:
     """Estimate the costs of a command for this pipeline and world size from its counted ranks.
 
     Raises:
-        ScheduleError: the ranks are an error message of `reports_of_commands`, or lack a pass, or
+        ScheduleError: the reports are an error message of `reports_of_commands`, or lack a pass, or
             --moe-layer-freq cannot be read.
     """
-    if isinstance(ranks, str):
-        raise ScheduleError(f"cannot be rehearsed: {ranks}")
+    if isinstance(reports, str):
+        raise ScheduleError(f"cannot be rehearsed: {reports}")
     # Not `sizes_of`, whose pipeline is the command's.
     tensor, context = (
         command.number(f"--{name}-parallel-size", 1) for name in ("tensor-model", "context")
     )
     sizes = Sizes(world, tensor, context, pipeline, command.has(STAGE_BEFORE_DATA))
     layers = 1 if command.pattern else _layers_per_stage(command)
-    costs = _with_equal_layers(ranks, gpu, sizes, layers)
+    costs = _with_equal_layers(reports, gpu, sizes, layers)
     return with_layer_kinds(costs, command, world)
 
 
-def _with_equal_layers(ranks: Ranks, gpu: Gpu, sizes: Sizes, layers: int) -> CountedCosts:
+def _with_equal_layers(reports: Ranks, gpu: Gpu, sizes: Sizes, layers: int) -> CountedCosts:
     """Convert the counted ranks to a layer, both ends and the work once per step, for these sizes.
 
     A counted stage has this number of layers.
     """
     rates = rates_of(gpu)
-    ratio = sizes.world // sizes.pipeline * PIPELINE / ranks[0].sizes.world
-    first, second, *dense = (_with_replicas(report, ratio) for report in ranks)
+    ratio = sizes.world // sizes.pipeline * PIPELINE / reports[0].sizes.world
+    first, second, *dense = (_with_replicas(report, ratio) for report in reports)
     costs = counted_costs((first, second), gpu, PIPELINE, sizes.stage_stride)
     step = second.step.work.spread(ratio, second.model.shards_optimizer)
     state = model_state_bytes(second)
@@ -298,7 +298,7 @@ def _with_equal_layers(ranks: Ranks, gpu: Gpu, sizes: Sizes, layers: int) -> Cou
         ends,
         parameters,
         state / sum(of_stages),
-        communicators=max(report.communicators for report in ranks),
+        communicators=max(report.communicators for report in reports),
         message_bytes=float(second.model.message_bytes),
         dense=_dense_layer(first, dense[0], costs, gpu) if dense else None,
         update_share=second.memory.update_bytes / state,

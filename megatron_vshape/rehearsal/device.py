@@ -111,7 +111,7 @@ def _properties() -> types.SimpleNamespace:
 
 
 def _allocated_bytes() -> int:
-    return 0 if Current.ledger is None else Current.ledger.now
+    return 0 if Current.ledger is None else Current.ledger.allocated_bytes
 
 
 def _empty_cache() -> None:
@@ -120,7 +120,7 @@ def _empty_cache() -> None:
 
 
 def _peak_bytes() -> int:
-    return 0 if Current.ledger is None else Current.ledger.peak
+    return 0 if Current.ledger is None else Current.ledger.peak_bytes
 
 
 def _statistics() -> dict[str, int]:

@@ -90,14 +90,14 @@ class Ledger(TorchDispatchMode):
 
     def __init__(self, cublas_workspace_bytes: int, multiprocessors: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = self.peak_at = self.clock = 0
+        self.allocated_bytes = self.peak_bytes = self.peak_at = self.clock = 0
         self.records: list[Record] = []
         self.emptied: list[int] = []  # clock of each call that empties torch's cache
         self.step_start = 0  # clock
         self.curve: list[tuple[float, int, int]] = []
         """(seconds of this rank's work, bytes, clock) at start, peak and end of each pass."""
         self.passes: list[PassRecord] = []
-        self.seconds: Callable[[Work], float] = lambda work: 0.0
+        self.estimate_seconds: Callable[[Work], float] = lambda work: 0.0
         self.work = Work()
         self.phase, self.place = START, ""
         self.graphed = False  # whether allocations now go to the pool of CUDA graphs
@@ -107,7 +107,7 @@ class Ledger(TorchDispatchMode):
         self._copies: dict[int, list[Record]] = {}
         # None: in host memory; _EMPTY: on the GPU without memory of torch's allocator.
         self._live: dict[int, tuple[Any, Record | None]] = {}
-        self._inside = self._device = self._local = self._local_at = 0
+        self._inside = self._device = self._phase_peak_bytes = self._phase_peak_at = 0
         self._handles: set[bool] = set()
         self._temporary_sizes: tuple[int, ...] = ()
         self._kernel_start = 0  # number of records at the start of the current fused kernel
@@ -206,7 +206,7 @@ class Ledger(TorchDispatchMode):
         self._change(size)
 
     def _change(self, size: int) -> None:
-        self.now += size
+        self.allocated_bytes += size
         self.clock += 1
         # Most tensors inside a fused kernel never exist, so only its end sets a peak.
         if not self._inside:
@@ -215,12 +215,12 @@ class Ledger(TorchDispatchMode):
     def mark(self) -> None:
         """Update the peak from the current memory."""
         self.pool_peak = max(self.pool_peak, self.pool)
-        self.other_peak = max(self.other_peak, self.now - self.pool)
-        if self.now > self._local:
-            self._local, self._local_at = self.now, self.clock
-        if self.now > self.peak:
-            self.peak, self.peak_at, self.peak_phase = self.now, self.clock, self.phase
-            self.peak_place = self.place
+        self.other_peak = max(self.other_peak, self.allocated_bytes - self.pool)
+        if self.allocated_bytes > self._phase_peak_bytes:
+            self._phase_peak_bytes, self._phase_peak_at = self.allocated_bytes, self.clock
+        if self.allocated_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak_at = self.allocated_bytes, self.clock
+            self.peak_phase, self.peak_place = self.phase, self.place
 
     peak_phase, peak_place = START, ""
 
@@ -256,25 +256,28 @@ class Ledger(TorchDispatchMode):
     def during(self, phase: Phase) -> Iterator[None]:
         """Set the phase of allocations in this context, and record the memory at both ends."""
         outer_phase, self.phase = self.phase, phase
-        outer = self._local, self._local_at
+        outer = self._phase_peak_bytes, self._phase_peak_at
         # The phase's peak starts from the current memory.
-        self._local, self._local_at = self.now, self.clock
-        start_seconds, earlier, before_bytes = self.seconds(self.work), self.work.copy(), self.now
-        clock = self.clock
-        self.curve.append((start_seconds, self.now, self.clock))
+        self._phase_peak_bytes, self._phase_peak_at = self.allocated_bytes, self.clock
+        start_seconds, earlier = self.estimate_seconds(self.work), self.work.copy()
+        before_bytes, clock = self.allocated_bytes, self.clock
+        self.curve.append((start_seconds, self.allocated_bytes, self.clock))
         try:
             yield
         finally:
-            end_seconds = self.seconds(self.work)
-            largest = (start_seconds + end_seconds) / 2, self._local, self._local_at
-            self.curve += [largest, (end_seconds, self.now, self.clock)]
-            did, memory = self.work.minus(earlier), (before_bytes, self._local, self.now)
+            end_seconds = self.estimate_seconds(self.work)
+            largest = (start_seconds + end_seconds) / 2, self._phase_peak_bytes, self._phase_peak_at
+            self.curve += [largest, (end_seconds, self.allocated_bytes, self.clock)]
+            did = self.work.minus(earlier)
+            memory = before_bytes, self._phase_peak_bytes, self.allocated_bytes
             self.passes.append(
                 PassRecord(phase, start_seconds, end_seconds, did, *memory, clock, earlier)
             )
             self.phase = outer_phase
             # Phases are nested: the peak of the outer one includes this one's.
-            self._local, self._local_at = max(outer, (self._local, self._local_at))
+            self._phase_peak_bytes, self._phase_peak_at = max(
+                outer, (self._phase_peak_bytes, self._phase_peak_at)
+            )
 
     def begin_step(self) -> None:
         """Reset work and passes for a new step."""

@@ -181,7 +181,7 @@ class _Replacements:
 
         args = self._args = get_args()
         gpu, launches = self._job.gpu, launches_of(args)
-        self._ledger.seconds = lambda work: step_time(work, gpu, launches)["step_s"]
+        self._ledger.estimate_seconds = lambda work: step_time(work, gpu, launches)["step_s"]
         args.cuda_graph_warmup_steps = sys.maxsize  # nothing can be captured here
         if args.num_experts:
             routing.route_by_counts(args, self._job.imbalance)

@@ -24,7 +24,10 @@ from megatron_vshape.core.planner.vocabulary import (
 )
 from megatron_vshape.rehearsal import report
 from megatron_vshape.rehearsal.command import SCHEDULE, Command, Sizes, flags_of
-from megatron_vshape.rehearsal.configuration_costs import counted, reports_of_commands
+from megatron_vshape.rehearsal.configuration_costs import (
+    costs_of_counted_ranks,
+    reports_of_commands,
+)
 from megatron_vshape.rehearsal.rank_report import RankReport
 from megatron_vshape.rehearsal.ranks import PER_RANK, DryRunConfig, rehearse_all
 
@@ -85,10 +88,12 @@ def remedy_lines(
     """
     if sizes.pipeline < 2 or not command.layers:
         return []
-    (ranks,) = reports_of_commands(config, [command], lambda *_: None)
-    if isinstance(ranks, str):  # this model cannot be counted by layers
+    (reports,) = reports_of_commands(config, [command], lambda *_: None)
+    if isinstance(reports, str):  # this model cannot be counted by layers
         return []
-    pieces = counted(ranks, command, config.gpu, sizes.world, sizes.pipeline).pieces
+    pieces = costs_of_counted_ranks(
+        reports, command, config.gpu, sizes.world, sizes.pipeline
+    ).pieces
     can_share = not command.mtp_layers and 2 * sizes.pipeline <= command.layers
     microbatches = mine[0].step.microbatches
     candidates = remedies(pieces, command.layers, sizes.pipeline, microbatches, can_share)

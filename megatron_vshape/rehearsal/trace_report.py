@@ -88,7 +88,7 @@ def report_of_trace(
     at_peak = ledger.held_at(ledger.peak_at)
     graphs = None if model.pool is None else model.pool.peaks()
     replayed = _replayed(job, ledger, args)
-    peak = max(ledger.peak, replayed.allocated)
+    peak = max(ledger.peak_bytes, replayed.allocated)
     memory = MemoryReport(
         peak_bytes=peak,
         first_peak_bytes=steps.peaks[-1],

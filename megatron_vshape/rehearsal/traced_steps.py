@@ -74,11 +74,11 @@ class TracedSteps:
         ledger = self._ledger
         if ledger.phase is STEP:
             self.num_ended += 1
-            self.held_bytes = ledger.now
-            self.held_parts = parts_of(ledger.held_at(ledger.clock), ledger.now)
+            self.held_bytes = ledger.allocated_bytes
+            self.held_parts = parts_of(ledger.held_at(ledger.clock), ledger.allocated_bytes)
 
     def start_step(self) -> None:
         """Reset the ledger for a step."""
         self._ledger.phase = STEP
-        self.peaks.append(self._ledger.peak)
+        self.peaks.append(self._ledger.peak_bytes)
         self._ledger.begin_step()

@@ -77,7 +77,7 @@ class Advice:
     command_config: Configuration
     case: str  # of `accuracy`
     seconds: float  # time limit of the search for schedules
-    programs: Callable[[], DryRunConfig]
+    make_dry_run_config: Callable[[], DryRunConfig]
     neighbors: list[Configuration] = field(default_factory=list)
     grid: list[Configuration] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # not evaluated, with the reasons
@@ -158,7 +158,9 @@ class Advice:
         subject, machine = self.predictor.subject, self.predictor.machine
         rows = comparison.distinct_rows(subject)
         predictions = {row.key: row.prediction for row in rows if row.key != "today"}
-        faults = find_start_faults(predictions, subject, machine.num_devices, self.programs())
+        faults = find_start_faults(
+            predictions, subject, machine.num_devices, self.make_dry_run_config()
+        )
         for key, fault in faults.items():
             self.left_out.append(f"{describe(predictions[key], subject)}: does not start: {fault}")
         return comparison.without([predictions[key] for key in faults])

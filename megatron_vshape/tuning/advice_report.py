@@ -227,7 +227,7 @@ class AdviceReport:
             self.subject,
             advice.command_config,
             largest,
-            advice.programs(),
+            advice.make_dry_run_config(),
             advice.predictor.headroom_bytes,
         )
         for text in texts:

@@ -23,7 +23,7 @@ from megatron_vshape.tuning.configurations import (
     SweepError,
     faults,
 )
-from megatron_vshape.tuning.predictor import Prediction, Predictor
+from megatron_vshape.tuning.predictor import FixedCosts, Prediction, Predictor
 
 NAME = "fsdp2"
 PARAMETER_BYTES, GRADIENT_BYTES = 2, 4
@@ -87,7 +87,7 @@ def _configurations(command_config: Configuration, predictor: Predictor) -> Iter
     At most two, because each has to be rehearsed; none if its states alone do not fit.
     """
     machine, subject = predictor.machine, predictor.subject
-    counted = predictor.counts(command_config)
+    counted = predictor.counts.costs_of(command_config)
     pieces, shards = counted.pieces, command_config.tensor_parallel * command_config.expert_parallel
     layers = Share.total(pieces.shares).state if pieces.shares else subject.layers
     states = layers * counted.parameters.layer * _SHARDED_BYTES
@@ -113,7 +113,7 @@ def _configurations(command_config: Configuration, predictor: Predictor) -> Iter
 
 def _predict(predictor: Predictor, config: Configuration) -> Prediction:
     """Predict a configuration: all layers on every rank, all state sharded."""
-    counted = predictor.counts(config)
+    counted = predictor.counts.costs_of(config)
     pieces, parameter_counts = counted.pieces, counted.parameters
     # Ranks of TP and EP have other parameters. A layer's experts are most of its parameters.
     stride = config.tensor_parallel * config.expert_parallel
@@ -144,7 +144,7 @@ def _predict(predictor: Predictor, config: Configuration) -> Prediction:
         sharded_pieces.costs((len(layers),)),
         published_schedule("1f1b", 1, config.num_microbatches),
     )
-    plain = replace(predictor, counts=lambda _: replace(counted, data_s_per_byte=0.0))
+    plain = replace(predictor, counts=FixedCosts(replace(counted, data_s_per_byte=0.0)))
     row = plain.evaluated(config, schedule, costs, always=True)
     computes_s = 1e-6 * costs.busy_us(schedule.placement, 1, 1)
     exposed = exposed_s(

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from megatron_vshape.core.budget import Budget
 from megatron_vshape.core.check.bounds import LimitError
@@ -26,7 +26,7 @@ from megatron_vshape.core.schedule_names import AUTO
 from megatron_vshape.rehearsal.configuration_costs import (
     CountedCosts,
     Ranks,
-    counted,
+    costs_of_counted_ranks,
     reports_of_commands,
 )
 from megatron_vshape.rehearsal.gpus import Fit
@@ -50,13 +50,32 @@ TIME_LIMIT = "the time limit (--seconds) has passed"
 Key = tuple[object, ...]
 
 
+class CostSource(Protocol):
+    """Costs of configurations: `Counts`, or a replacement."""
+
+    def costs_of(self, config: Configuration) -> CountedCosts:
+        """Return the costs of a configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedCosts:
+    """The same costs for every configuration."""
+
+    costs: CountedCosts
+
+    def costs_of(self, config: Configuration) -> CountedCosts:
+        """Return the costs."""
+        return self.costs
+
+
 @dataclass(slots=True)
 class Counts:
     """Count the work of configurations, once per set of sizes, and compute costs for each."""
 
     subject: Subject
     machine: Machine
-    programs: Callable[[], DryRunConfig] | None = None  # None: the installed libraries
+    # None: with the installed libraries.
+    make_dry_run_config: Callable[[], DryRunConfig] | None = None
     ranks: dict[Key, Ranks | str] = field(default_factory=dict)  # by `key_of_count`
     costs: dict[Key, CountedCosts] = field(default_factory=dict)  # by that, GPUs and pipeline ranks
 
@@ -77,16 +96,16 @@ class Counts:
         subject = self.subject
         if not missing:
             return 0, 0
-        if self.programs is None:
+        if self.make_dry_run_config is None:
             dry_run_config = DryRunConfig.of(subject.command, self.machine.gpu)
         else:
-            dry_run_config = self.programs()
+            dry_run_config = self.make_dry_run_config()
         commands = [config.counted_command(subject) for config in missing.values()]
         results = reports_of_commands(dry_run_config, commands, report)
         self.ranks |= zip(missing, results, strict=True)
         return len(results), sum(isinstance(result, str) for result in results)
 
-    def __call__(self, config: Configuration) -> CountedCosts:
+    def costs_of(self, config: Configuration) -> CountedCosts:
         """Return the costs of a configuration, from dry runs of a small model.
 
         `configuration_costs` runs them, and `step_time` converts their counted work to times.
@@ -97,12 +116,14 @@ class Counts:
         key = key_of_count(config.counted_as(self.subject))
         if key not in self.ranks:
             self.count([config], lambda *_: None)
-        ranks, world, pipeline = self.ranks[key], config.num_devices, config.pipeline_parallel
+        reports, world, pipeline = self.ranks[key], config.num_devices, config.pipeline_parallel
         key = (*key, world, pipeline)
         if key not in self.costs:
             command = config.command(self.subject)
             try:
-                self.costs[key] = counted(ranks, command, self.machine.gpu, world, pipeline)
+                self.costs[key] = costs_of_counted_ranks(
+                    reports, command, self.machine.gpu, world, pipeline
+                )
             except ScheduleError as error:
                 raise SweepError(str(error)) from None
         return self.costs[key]
@@ -185,13 +206,13 @@ class Predictor:
 
     subject: Subject
     machine: Machine
-    counts: Callable[[Configuration], CountedCosts]
+    counts: CostSource
     post_validation: bool = False
     headroom_bytes: float = 0.0  # kept free on every device
 
     def allocatable_bytes(self, config: Configuration) -> float:
         """Limit of torch's allocator with the configuration's communicators."""
-        communicators = self.counts(config).communicators
+        communicators = self.counts.costs_of(config).communicators
         return self.machine.gpu.allocatable_bytes(communicators, self.headroom_bytes)
 
     def __call__(self, config: Configuration, budget: Budget | None = None) -> Prediction:
@@ -229,7 +250,8 @@ class Predictor:
             config.schedule, config.pipeline_parallel, config.num_microbatches
         )
         costs = self.costs(config, schedule.placement, layers)
-        costs = under_megatron(costs, self.counts(config).message_bytes) if is_stock else costs
+        if is_stock:
+            costs = under_megatron(costs, self.counts.costs_of(config).message_bytes)
         return self.evaluated(config, schedule, costs, always=always, is_stock=is_stock)
 
     def survey(
@@ -270,14 +292,16 @@ class Predictor:
                 busy_us = costs.busy_us(
                     placement, config.pipeline_parallel, config.num_microbatches
                 )
-                min_us = min(min_us, busy_us + self.counts(config).after_us(costs, placement))
+                min_us = min(
+                    min_us, busy_us + self.counts.costs_of(config).after_us(costs, placement)
+                )
         except SweepError:  # reported by its prediction
             return 0.0
         return min_us * 1e-6
 
     def pieces(self, config: Configuration) -> Pieces:
         """Return the counted costs of a layer, the embedding and the output layer."""
-        return config.adapted(self.counts(config).pieces, self.subject)
+        return config.adapted(self.counts.costs_of(config).pieces, self.subject)
 
     def costs(
         self, config: Configuration, placement: Placement, layers: Sequence[int] | None = None
@@ -315,10 +339,10 @@ class Predictor:
         `always`. `timeline` is given if planning has simulated it already.
         """
         schedule = with_vocabulary_passes(schedule, costs)
-        gpu, communicators = self.machine.gpu, self.counts(config).communicators
+        gpu, communicators = self.machine.gpu, self.counts.costs_of(config).communicators
         outside = gpu.outside_bytes(communicators)
         fixed = costs.fixed_bytes(schedule.placement, schedule.num_devices)
-        update_share = self.counts(config).update_share
+        update_share = self.counts.costs_of(config).update_share
         ranks = tuple(
             RankPeak(
                 fixed_bytes - costs.device_bytes,
@@ -349,7 +373,7 @@ class Predictor:
             if not always:
                 return prediction
         timeline = timeline or simulate(schedule, costs)
-        after_us = self.counts(config).after_us(costs, schedule.placement)
+        after_us = self.counts.costs_of(config).after_us(costs, schedule.placement)
         passes_us, bubble = timeline.makespan, timeline.bubble
         if self.post_validation and not is_stock:  # no barrier between steps
             passes_us, bubble = timeline.span, timeline.span_bubble
@@ -360,7 +384,8 @@ class Predictor:
         """Return the fraction of the devices' peak FLOPS that a step with this time achieves."""
         flops = self.subject.flops(config.sequence_length, config.global_batch_size)
         if self.subject.command.has("--multi-latent-attention"):  # not described by its widths
-            counted, ranks = self.counts(config), config.num_devices / config.pipeline_parallel
+            counted = self.counts.costs_of(config)
+            ranks = config.num_devices / config.pipeline_parallel
             microbatch = self.subject.layers * counted.layer_flops + counted.ends_flops
             flops = 3 * microbatch * config.num_microbatches * ranks
         return flops / (step_s * self.machine.gpu.bf16_flops * config.num_devices)

@@ -200,7 +200,7 @@ class Recorder:
             or (draw.random() < 0.2 and family in ("plain", "whole")),
             may_overlap=family == "joint",
             kernels=draw.random() < 0.5,
-            keeps_backward_whole=draw.random() < 0.1,
+            keeps_full_backward=draw.random() < 0.1,
         )
 
         def plan() -> str:

@@ -13,6 +13,6 @@ UPSTREAM: Any = getattr(layers, NAME)
 
 def split_state() -> Any:
     """Return the state to which Megatron's linear layers defer their weight gradients."""
-    state, changed = StepState(splits_backward=True), vars(layers)
+    state, changed = StepState(has_own_schedule=True), vars(layers)
     changed[NAME] = make_split_linear(state, layers, UPSTREAM)
     return state

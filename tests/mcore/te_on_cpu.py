@@ -430,7 +430,7 @@ def check(
             for parameter in layer.parameters():
                 generator = torch.Generator().manual_seed(parameter.numel())
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
-        state = StepState(splits_backward=True)
+        state = StepState(has_own_schedule=True)
         stores = (2 if hasattr(layer, "linear_fc1") else 1) * splits
         graphed = frozenset() if splits else {*layer.modules()}
         if order is not None and te_layers.use_job_stores(state, [layer], graphed) != stores:
@@ -469,7 +469,7 @@ def sequence(te: Any, rank: int) -> None:
             torch.manual_seed(1 + rank)
             fc1 = first(SIZE, HIDDEN, parallel_mode="column", **options)
             fc2 = te.Linear(HIDDEN, SIZE, parallel_mode="row", **options)
-            state, gathers = StepState(splits_backward=True), {}
+            state, gathers = StepState(has_own_schedule=True), {}
             te_layers.use_job_stores(state, [fc1, fc2])
             x = torch.randn(TOKENS, 1, SIZE).requires_grad_()
             for kind in ("F", "BW") if is_full else ("F", "B", "W"):

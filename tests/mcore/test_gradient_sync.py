@@ -54,7 +54,7 @@ def chunk_of(name: str, log: list[str], groups: int = 2, experts: int = 0) -> An
 
 
 def pipeline_of(recomputes: bool) -> Any:
-    choice = SimpleNamespace(keeps_backward_whole=recomputes)
+    choice = SimpleNamespace(keeps_full_backward=recomputes)
     return SimpleNamespace(overlaps_grad_reduce=True, choice=choice)
 
 

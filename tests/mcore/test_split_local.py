@@ -91,7 +91,7 @@ def two_layers(
     """
     parallel_state._set_global_memory_buffer()
     upstream = layers.LinearWithGradAccumulationAndAsyncCommunication
-    state = StepState(splits_backward=True)
+    state = StepState(has_own_schedule=True)
     retained: list[torch.Tensor] = []
     state.tracker = SimpleNamespace(add=retained.append)  # type: ignore[assignment]
     function: Any = make_split_linear(state, layers, upstream)
@@ -169,7 +169,7 @@ def test_all_reduce_overlaps_with_deferred_wgrad(farm: Farm, sequence_parallel: 
 def row_parallel_layer(rank: int, split: bool) -> tuple[list[list[float]], list[int]]:
     """Return the gradients and the retained elements of a layer with a scattered output."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    state = StepState(splits_backward=True)
+    state = StepState(has_own_schedule=True)
     retained: list[torch.Tensor] = []
     state.tracker = SimpleNamespace(add=retained.append)  # type: ignore[assignment]
     name = "LinearWithGradAccumulationAndAsyncCommunication"
@@ -256,7 +256,7 @@ class WiderOutput(torch.autograd.Function):
 
 @pytest.mark.parametrize("is_megatrons", [False, True])
 def test_output_with_another_dtype(is_megatrons: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = StepState(splits_backward=True)
+    state = StepState(has_own_schedule=True)
     upstream: Any = WiderOutput
     if is_megatrons:
         upstream = layers.LinearWithGradAccumulationAndAsyncCommunication
@@ -293,7 +293,7 @@ def gradients_under_autocast(rank: int, dtype: torch.dtype, split: bool) -> list
         )
         backward = staticmethod(layers.custom_bwd(inspect.unwrap(megatron_function.backward)))
 
-    state = StepState(splits_backward=True)
+    state = StepState(has_own_schedule=True)
     function: Any = make_split_linear(state, layers, Upstream)
     weight = nn.Parameter(torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(1)))
     x = torch.randn(TOKENS, 1, SIZE, generator=torch.Generator().manual_seed(2)).to(dtype)
@@ -336,7 +336,7 @@ def record_kernels(rank: int) -> tuple[list[str], list[list[float]]]:
     linear_layers.fused_kernel = lambda device, *dtypes: kernel_of("cuda", *dtypes)
     add_wide = weight_jobs.WeightGradKernel.ADDMM_WIDE
     weight_jobs._KERNELS[add_wide] = lambda *unused: called.append("torch")
-    state = StepState(splits_backward=True)
+    state = StepState(has_own_schedule=True)
     upstream = layers.LinearWithGradAccumulationAndAsyncCommunication
     function: Any = make_split_linear(state, layers, upstream)
     sums = []
@@ -379,7 +379,7 @@ def full_backward_in_a_pass(rank: int) -> dict[tuple[bool, bool], tuple[bool, bo
     upstream = layers.LinearWithGradAccumulationAndAsyncCommunication
     results = {}
     for runs, fused in WHOLE:
-        state = StepState(splits_backward=True, running_chunk=0 if runs else None)
+        state = StepState(has_own_schedule=True, running_chunk=0 if runs else None)
         weight: Any = nn.Parameter(torch.ones(SIZE, SIZE))
         weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(SIZE, SIZE), False
         arguments = {

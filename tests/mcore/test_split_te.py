@@ -31,7 +31,7 @@ LAYERS: dict[str, Callable[..., fake_te.TeLayer]] = {
 
 def split_state() -> StepState:
     """Return the state in which a schedule of this package runs."""
-    return StepState(splits_backward=True)
+    return StepState(has_own_schedule=True)
 
 
 def track(state: StepState) -> list[Tensor]:
@@ -62,7 +62,7 @@ def test_job_retains_tensors_without_a_copy() -> None:
 
 @pytest.mark.parametrize("splits", [False, True])
 def test_only_a_schedule_puts_weight_gradients_off(splits: bool) -> None:
-    state, layer = StepState(splits_backward=splits), fake_te.Linear()
+    state, layer = StepState(has_own_schedule=splits), fake_te.Linear()
     te_layers.use_job_stores(state, [layer])
     assert layer.wgrad_store.delay_wgrad_compute() is splits
 

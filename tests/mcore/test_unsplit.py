@@ -38,7 +38,7 @@ def test_schedules_with_full_backwards_are_valid(name: str) -> None:
     verify(schedule)
     kinds = {work.kind for row in schedule.order for work in row}
     assert kinds == {Kind.F, Kind.BW}
-    plan = Planner(ScheduleChoice(4, name, keeps_backward_whole=True)).plan_step(8)
+    plan = Planner(ScheduleChoice(4, name, keeps_full_backward=True)).plan_step(8)
     assert not plan.program.schedule.splits_backward
     assert plan.peak_chunks <= Planner(ScheduleChoice(4, name)).plan_step(8).peak_chunks
 

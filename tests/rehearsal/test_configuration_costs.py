@@ -15,7 +15,7 @@ from megatron_vshape.rehearsal.configuration_costs import (
     PIPELINE,
     CountedCosts,
     Parameters,
-    counted,
+    costs_of_counted_ranks,
     counted_ranks,
     smallest_command,
     with_layer_kinds,
@@ -174,12 +174,12 @@ def test_messages_and_replaced_memory_are_in_the_costs() -> None:
 
 
 def test_parameters_are_counted_without_the_inputs_that_layers_keep() -> None:
-    costs = counted((rank(0, 12, (5, 4)), rank(1, 5)), EXPERTS, GPUS["h100"], 32, 4)
+    costs = costs_of_counted_ranks((rank(0, 12, (5, 4)), rank(1, 5)), EXPERTS, GPUS["h100"], 32, 4)
     assert costs.parameters == Parameters(1.0, 4.0, 3.0)
     assert costs.state_bytes_per_parameter == 1000
     assert costs.pieces.layer[STATE_BYTES] == 1000 + 20 - MESSAGE
     linear = EXPERTS.having(linear_attention_freq=4)  # four layers per stage
-    costs = counted((rank(0, 12, (5, 4)), rank(1, 5)), linear, GPUS["h100"], 32, 4)
+    costs = costs_of_counted_ranks((rank(0, 12, (5, 4)), rank(1, 5)), linear, GPUS["h100"], 32, 4)
     assert costs.parameters == Parameters(0.25, 4.0, 3.0)
     assert costs.pieces.layer[STATE_BYTES] == (1000 + 20 - MESSAGE) / 4
 
@@ -192,7 +192,7 @@ def test_messages_between_neighboring_ranks_of_a_node_use_its_fast_links(
     flags = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "4", *order)
     command, gpu, size = Command("pretrain_gpt.py", flags), GPUS["h100"], 2**24
     ranks = [rank(stage, 5, message_bytes=size) for stage in (0, 1)]
-    pieces = counted(ranks, command, gpu, 32, 4).pieces
+    pieces = costs_of_counted_ranks(ranks, command, gpu, 32, 4).pieces
     assert pieces.send_us == send_us(size, gpu, distance)
     assert send_us(size, gpu, 8) > 4 * send_us(size, gpu, 2)
 

@@ -50,23 +50,24 @@ CASES = {
     "a storage counts once until it is freed": """
         x = gpu(MIB)
         y = x.view(1024, 1024)[:512]  # the same storage
-        assert ledger.now == 4 * MIB, ledger.now
+        assert ledger.allocated_bytes == 4 * MIB, ledger.allocated_bytes
         z = x + 1
-        assert ledger.now == 8 * MIB
+        assert ledger.allocated_bytes == 8 * MIB
         del x, z
-        assert ledger.now == 4 * MIB  # y is a view of x
+        assert ledger.allocated_bytes == 4 * MIB  # y is a view of x
         del y
-        assert (ledger.now, ledger.peak) == (0, 8 * MIB)
+        assert (ledger.allocated_bytes, ledger.peak_bytes) == (0, 8 * MIB)
         small = gpu(1)
-        assert (ledger.now, ledger.peak) == (512, 8 * MIB)  # rounded as by the allocator
+        # Rounded as by the allocator.
+        assert (ledger.allocated_bytes, ledger.peak_bytes) == (512, 8 * MIB)
         small.untyped_storage().resize_(4 * 1000)
-        assert ledger.now == 4096
+        assert ledger.allocated_bytes == 4096
         small.untyped_storage().resize_(0)
-        assert ledger.now == 0
+        assert ledger.allocated_bytes == 0
         x = gpu(1024, 1024)
         flat = torch.empty(0, device="cuda").set_(x[:, :512].detach().untyped_storage())
         del x
-        assert flat.shape == (MIB,) and ledger.now == 4 * MIB
+        assert flat.shape == (MIB,) and ledger.allocated_bytes == 4 * MIB
     """,
     "the allocator gets no tensors from within a fused kernel": """
         x = gpu(MIB)
@@ -76,9 +77,9 @@ CASES = {
         real = [(each.size // MIB, each.died < 2**60) for each in ledger.records if not each.fused]
         assert real == [(4, False), (4, False), (1, True), (2, True)], real
         assert len(ledger.records) == 5 and ledger.emptied == [1]
-        assert ledger.peak == (4 + 4 + 3) * MIB
+        assert ledger.peak_bytes == (4 + 4 + 3) * MIB
         fused(ledger, lambda x: x.add_(1))(x)  # its argument is copied for a moment
-        assert (ledger.now, ledger.peak) == (8 * MIB, 12 * MIB)
+        assert (ledger.allocated_bytes, ledger.peak_bytes) == (8 * MIB, 12 * MIB)
     """,
     "captured modules allocate from the pool of graphs": """
         from torch import nn
@@ -104,7 +105,7 @@ CASES = {
         found = {name: size // (4 * MIB) for name, size in asdict(pool.peaks()).items()}
         assert (found["inputs"], found["pool"]) == (2, 3), found  # two outputs, and a gradient
         assert ledger.pool == 0 and not ledger.graphed
-        assert ledger.pool_peak + ledger.other_peak > ledger.peak
+        assert ledger.pool_peak + ledger.other_peak > ledger.peak_bytes
     """,
     "every point of the curve has the memory by category": """
         from megatron_vshape.rehearsal.memory_parts import memory_over_time
@@ -120,7 +121,7 @@ CASES = {
         points = memory_over_time(ledger.records, ledger.curve)
         in_mib = [{who: size // (4 * MIB) for who, size in held.items()} for *_, held in points]
         assert all(sum(held.values()) == size for _, size, held in points)
-        assert max(size for _, size, _ in points) == ledger.peak == 24 * MIB
+        assert max(size for _, size, _ in points) == ledger.peak_bytes == 24 * MIB
         assert [(held["state"], held["F"], held["B"]) for held in in_mib] == [
             (1, 0, 0), (1, 3, 0), (1, 2, 0), (1, 2, 0), (1, 5, 0), (1, 4, 0),
             (1, 4, 0), (1, 4, 1), (1, 2, 1),
@@ -134,10 +135,10 @@ CASES = {
             layer = torch.empty(MIB, device="cuda")
         parts = [model.weight, weight, torch.empty_like(weight)]
         assert [each.is_meta for each in parts] == [True] * 3 and not layer.is_meta
-        assert ledger.now == 4 * MIB, ledger.now
+        assert ledger.allocated_bytes == 4 * MIB, ledger.allocated_bytes
         model._apply(lambda t: torch.empty_like(t, device="cuda") if t.is_meta else t)
         assert isinstance(model.weight, nn.Parameter) and not model.weight.is_meta
-        assert ledger.now == 8 * MIB + 4096, ledger.now
+        assert ledger.allocated_bytes == 8 * MIB + 4096, ledger.allocated_bytes
     """,
     "an operation is inferred once, and repeats its results": """
         import torch.utils._pytree as pytree
@@ -158,7 +159,8 @@ CASES = {
                 same = each.untyped_storage()._cdata == given.untyped_storage()._cdata
                 yield type(each), each.shape, each.stride(), each.dtype, each.storage_offset()
                 yield each.device, same, each.untyped_storage().nbytes(), each is given
-                yield each._version, each._is_view(), ledger.is_on_host(each), ledger.now
+                yield each._version, each._is_view(), ledger.is_on_host(each)
+                yield ledger.allocated_bytes
         for call in calls:
             for given in (x.clone(), cut, x.new_empty(3, 8)):
                 if given.dim() == 2 and call is calls[0]:
@@ -211,13 +213,14 @@ CASES = {
                     before = received  # replaces that of the microbatch before
             return losses, before
         kept = run([4096, MIB, MIB])
-        now = ledger.now
+        now = ledger.allocated_bytes
         same = repeated_microbatch(ledger)
         assert [each.size for each in same.retained] == [512] and same.work.kernels == 1
         ledger.repeat(same.retained[0], 3)
-        assert ledger.now == now + 3 * 512
+        assert ledger.allocated_bytes == now + 3 * 512
         del kept, same
-        assert ledger.now == 0, ledger.now  # copies are freed together with their original
+        # Copies are freed together with their original.
+        assert ledger.allocated_bytes == 0, ledger.allocated_bytes
         kept = run([4096, MIB, 2 * MIB])
         try:
             repeated_microbatch(ledger)
@@ -230,22 +233,23 @@ CASES = {
         x = torch.empty(MIB)  # no device is the host
         pinned = torch.empty(MIB, device="cuda", pin_memory=True)
         half = x * 0.5
-        assert ledger.now == 0 and not half.is_cuda
+        assert ledger.allocated_bytes == 0 and not half.is_cuda
         y = half.cuda()
-        assert ledger.now == 4 * MIB and y.is_cuda and y.device.type == "cuda"
+        assert ledger.allocated_bytes == 4 * MIB and y.is_cuda and y.device.type == "cuda"
         like = torch.zeros(MIB, device=y.device)
-        assert ledger.now == 8 * MIB and like.device.type == "cuda"
-        assert y.cpu().device.type == "cpu" and ledger.now == 8 * MIB
+        assert ledger.allocated_bytes == 8 * MIB and like.device.type == "cuda"
+        assert y.cpu().device.type == "cpu" and ledger.allocated_bytes == 8 * MIB
     """,
     "a backward keeps what autograd saves": """
         w = gpu(1024, 1024).requires_grad_()
         x = gpu(1024, 1024)
         out = (x @ w).relu()
-        assert ledger.now == (4 * 3 + 1) * MIB, ledger.now / MIB  # x is saved, and a workspace
+        # x is saved, and a workspace.
+        assert ledger.allocated_bytes == (4 * 3 + 1) * MIB, ledger.allocated_bytes / MIB
         out.sum().backward()
         del out
         # w, x, w's gradient and a workspace for each of the two threads
-        assert ledger.now == (4 * 3 + 2) * MIB, ledger.now / MIB
+        assert ledger.allocated_bytes == (4 * 3 + 2) * MIB, ledger.allocated_bytes / MIB
         assert ledger.work.products == {("float32", 1024, 1024, 1024, 1): 2}
     """,
     "the peak is reported with its storages and its phase": """
@@ -260,11 +264,12 @@ CASES = {
             narrow, back = softmax.view(512, 1000).sum(1), logits @ weight.t()
             del logits
         held = [each for each in ledger.held_at(ledger.peak_at) if each.what != "workspaces"]
-        assert sum(each.size for each in held) == ledger.peak - MIB
+        assert sum(each.size for each in held) == ledger.peak_bytes - MIB
         assert [each.what for each in held] == ["", "", "", "logits", "logits", "", ""], held
         assert str(ledger.peak_phase) == "F 0 3"
         (ran,) = ledger.passes
-        assert (ran.before_bytes, ran.most_bytes, ran.after_bytes) == (0, ledger.peak, ledger.now)
+        assert (ran.before_bytes, ran.most_bytes) == (0, ledger.peak_bytes)
+        assert ran.after_bytes == ledger.allocated_bytes
     """,
     "checks of all values are true, and single values are zero": """
         x = gpu(4)
@@ -375,15 +380,15 @@ CASES = {
         bf16 = {"dtype": torch.bfloat16}
         mixed = gpu(batch, tokens, inner + convolved + heads, **bf16).requires_grad_()
         weights = gpu(convolved, 4, **bf16), gpu(convolved, **bf16), gpu(heads), gpu(heads)
-        before, moved_before = ledger.now, ledger.work.bytes_moved
+        before, moved_before = ledger.allocated_bytes, ledger.work.bytes_moved
         out = mamba.mamba_split_conv1d_scan_combined(
             mixed, *weights, gpu(heads), chunk_size=128, headdim=head, ngroups=groups
         )
         assert out.shape == (batch, tokens, inner) and out.dtype == torch.bfloat16
         kept, tail = 2 * 2 * batch * tokens * inner, 512  # gated: the output before it, too
-        assert ledger.now - before == kept + tail, ledger.now - before
+        assert ledger.allocated_bytes - before == kept + tail, ledger.allocated_bytes - before
         wide = 4 * batch * (tokens // 128) * heads * head * state  # states between chunks, fp32
-        assert ledger.peak - before > kept + wide
+        assert ledger.peak_bytes - before > kept + wide
         channels, shared = (2 * batch * tokens * width for width in (inner, groups * state))
         steps, squares = 4 * batch * heads * tokens, 4 * batch * tokens * groups * 128
         last = 4 * batch * inner * state
@@ -399,10 +404,11 @@ CASES = {
         moved = ledger.work.bytes_moved - moved_before
         assert moved == sum(kernels), (moved, kernels)
         grad = gpu(batch, tokens, inner, **bf16)
-        before = ledger.now
+        before = ledger.allocated_bytes
         out.backward(grad)
         assert mixed.grad.shape == mixed.shape
-        assert ledger.now - before == mixed.grad.numel() * 2 - kept // 2 - tail, ledger.now
+        grown = ledger.allocated_bytes - before
+        assert grown == mixed.grad.numel() * 2 - kept // 2 - tail, ledger.allocated_bytes
         norm = mamba.GatedNorm(inner, group_size=inner // groups, device="cuda", **bf16)
         normed = norm(out.detach().requires_grad_(), mixed[..., :inner])
         normed.sum().backward()
@@ -413,25 +419,27 @@ CASES = {
         bf16 = {"dtype": torch.bfloat16}
         mixed = gpu(batch, tokens, 3 * heads * key, **bf16).requires_grad_()
         weight = gpu(2 * heads * key, 4, **bf16).requires_grad_()
-        before = ledger.now
+        before = ledger.allocated_bytes
         x, state = gated_delta.causal_conv1d(mixed[..., : 2 * heads * key], weight)
         assert x.is_contiguous() and state is None
-        assert ledger.now - before == 2 * x.numel(), ledger.now - before
+        assert ledger.allocated_bytes - before == 2 * x.numel(), ledger.allocated_bytes - before
         q, k = x.view(batch, tokens, 2, heads, key).unbind(2)
-        before = ledger.now
+        before = ledger.allocated_bytes
         k = gated_delta.l2norm(k.contiguous())
         statistics = 4 * batch * tokens * heads
-        assert ledger.now - before == 2 * k.numel() + statistics, ledger.now - before
+        grown = ledger.allocated_bytes - before
+        assert grown == 2 * k.numel() + statistics, grown
         q, v = q.contiguous(), gpu(batch, tokens, heads, value, **bf16).requires_grad_()
         g, beta = gpu(batch, tokens, heads).requires_grad_(), gpu(batch, tokens, heads, **bf16)
-        before, flops = ledger.now, ledger.work.attention_flops.get("bfloat16", 0)
+        before, flops = ledger.allocated_bytes, ledger.work.attention_flops.get("bfloat16", 0)
         out, _ = gated_delta.chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=False)
         squares = 2 * batch * tokens * heads * 64
         kept = 4 * g.numel() + squares + 2 * out.numel()
-        assert out.shape == v.shape and ledger.now - before == kept, ledger.now - before
+        grown = ledger.allocated_bytes - before
+        assert out.shape == v.shape and grown == kept, grown
         states = 2 * batch * (tokens // 64) * heads * key * value
         peak = kept + states + 2 * k.numel() + 2 * 2 * v.numel()  # keys, values, new values
-        assert ledger.peak - before == peak, (ledger.peak - before, peak)
+        assert ledger.peak_bytes - before == peak, (ledger.peak_bytes - before, peak)
         per_token = 2 * (64 * (3 * key + 2 * value) + 3 * key * value)
         forward_flops = ledger.work.attention_flops["bfloat16"] - flops
         assert forward_flops == batch * tokens * heads * per_token
@@ -442,10 +450,10 @@ CASES = {
     "temporary memory of kernels equals that of an H200's allocator": """
         bf16 = {"dtype": torch.bfloat16}
         def meanwhile(call):
-            before = ledger.now
-            ledger.peak = 0
+            before = ledger.allocated_bytes
+            ledger.peak_bytes = 0
             out = call()
-            return ledger.peak - max(ledger.now, before)
+            return ledger.peak_bytes - max(ledger.allocated_bytes, before)
         bias = gpu(8192, 1, 16384, **bf16)
         assert meanwhile(lambda: bias.sum([0, 1], keepdim=True)) == 142606336 + 512
         few = gpu(64, 1, 16384, **bf16)  # a block has outputs of its own
@@ -511,7 +519,7 @@ CASES = {
         context = partial(nccl_allocator.nccl_mem, pool, group=None, symmetric=True)
         with context():
             buffer = gpu(MIB)
-        assert ledger.now == 4 * MIB
+        assert ledger.allocated_bytes == 4 * MIB
     """,
     "a transformer engine product returns its shape": """
         product = te_kernels.functions()["generic_gemm"]

@@ -70,7 +70,7 @@ class Fake:
         """Count nothing."""
         return 0, 0
 
-    def __call__(self, config: Configuration) -> CountedCosts:
+    def costs_of(self, config: Configuration) -> CountedCosts:
         """Return the invented costs of a configuration."""
         return counted(config, self.subject.vocabulary, self.subject.mtp_layers)
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,15 +136,15 @@ def test_today_has_sequence_parallelism_only_if_the_command_has() -> None:
     words = f"{LAYERS_36} --global-batch-size 64 --tensor-model-parallel-size 2 --seq-length 64"
     words = words.replace("parallel-size 4", "parallel-size 2")
     advice = make_advice(subject(words), Pieces(layer, NOTHING, NOTHING, 0.0))
-    counted = advice.predictor.counts(advice.command_config)
+    counted = advice.predictor.counts.costs_of(advice.command_config)
     of_parallel = replace(counted, pieces=Pieces(parallel, NOTHING, NOTHING, 0.0))
 
-    def counts(config: Configuration) -> CountedCosts:
+    def costs_of(config: Configuration) -> CountedCosts:
         is_parallel = config.counted_command(advice.predictor.subject).has("--sequence-parallel")
         return of_parallel if is_parallel else counted
 
     model = advice.predictor.subject
-    advice.predictor = replace(advice.predictor, counts=counts)
+    advice.predictor = replace(advice.predictor, counts=SimpleNamespace(costs_of=costs_of))
     keep = ["tp", "pp", "microbatch", "cp", "recompute"]
     advice.neighbors = list(neighbors(advice.command_config, model, 4, keep))
     assert len({key_of_count(config) for config in (advice.command_config, *advice.neighbors)}) == 2
@@ -171,13 +172,15 @@ def make_advice(model: Subject, pieces: Pieces, communicators: int = 0, **option
         pieces, 0.0, 0.0, Rates(), 1.0, 0.0, parameters, communicators=communicators
     )
     machine = Machine(GPUS["h100"], 4)
-    predictor = Predictor(model, machine, lambda config: counted, **options)
+    predictor = Predictor(
+        model, machine, SimpleNamespace(costs_of=lambda config: counted), **options
+    )
     command_config = configuration_of_command(model, 4)
 
-    def programs() -> DryRunConfig:
+    def make_dry_run_config() -> DryRunConfig:
         return DryRunConfig.of(model.command, machine.gpu)
 
-    return Advice(predictor, command_config, accuracy.DENSE, 1.0, programs)
+    return Advice(predictor, command_config, accuracy.DENSE, 1.0, make_dry_run_config)
 
 
 LAYERS_36 = """pretrain_gpt.py --num-layers 36 --pipeline-model-parallel-size 4
@@ -229,13 +232,15 @@ def test_sizes_whose_last_rank_has_most_work_may_be_the_fastest() -> None:
     model, layer, head = subject(LAYERS_36), StageCosts.of(1.0, 1.0, 1.0, 1.0, 0.0), 36.0
     last = StageCosts.of(head, head, head, 1.0, 0.0)
     advice = make_advice(model, Pieces(layer, NOTHING, last, 0.0))
-    counted = advice.predictor.counts(advice.command_config)
+    counted = advice.predictor.counts.costs_of(advice.command_config)
     faster = replace(counted.pieces, layer=layer.times(0.8), last=last.times(0.8))
     recompute_config = replace(advice.command_config, recompute=FULL)
     advice.predictor = replace(
         advice.predictor,
-        counts=lambda config: (
-            replace(counted, pieces=faster) if config.recompute == FULL else counted
+        counts=SimpleNamespace(
+            costs_of=lambda config: (
+                replace(counted, pieces=faster) if config.recompute == FULL else counted
+            )
         ),
     )
     advice.neighbors = [recompute_config]
@@ -403,12 +408,12 @@ def test_best_stock_has_full_recompute_if_nothing_else_fits() -> None:
     pieces = Pieces(StageCosts.of(1.0, 1.0, 1.0, 3.0 * GIB, 0.0), NOTHING, NOTHING, 0.0)
     recomputed = replace(pieces, layer=StageCosts.of(1.0, 2.0, 1.0, 0.1 * GIB, 0.0))
     advice = make_advice(subject(f"{LAYERS_36} --global-batch-size 64"), pieces)
-    counted = advice.predictor.counts(advice.command_config)
+    counted = advice.predictor.counts.costs_of(advice.command_config)
 
-    def counts(config: Configuration) -> CountedCosts:
+    def costs_of(config: Configuration) -> CountedCosts:
         return replace(counted, pieces=recomputed if config.recompute == FULL else pieces)
 
-    advice.predictor = replace(advice.predictor, counts=counts)
+    advice.predictor = replace(advice.predictor, counts=SimpleNamespace(costs_of=costs_of))
     comparison = advice.compare()
     today, stock = comparison.today, comparison.stock
     assert (today.fits, stock.fits) == (False, True)
@@ -582,7 +587,7 @@ def test_configurations_beyond_the_maximum_are_not_evaluated_and_listed(
             return 0, 0
 
     monkeypatch.setattr("megatron_vshape.cli.advice_options.Counts", Recorded)
-    monkeypatch.setattr("megatron_vshape.cli.advice_options.MOST_SHAPES", 1)
+    monkeypatch.setattr("megatron_vshape.cli.advice_options.MAX_OTHER_CONFIGURATIONS", 1)
     words = ["pretrain_gpt.py", *SMALL.split()]
     command = ["advise", "--gpus", "2xH100", "--keep", "tp,cp", "--seconds", "0.1", "--", *words]
     assert main(command) == 0

@@ -15,6 +15,7 @@ from megatron_vshape.rehearsal.step_time import Rates, rates_of
 from megatron_vshape.tuning import fsdp
 from megatron_vshape.tuning.advice import Advice
 from megatron_vshape.tuning.machine import Machine
+from megatron_vshape.tuning.predictor import FixedCosts
 
 BILLION = 1e9
 LAYER = StageCosts.of(4e3, 4e3, 4e3, GIB / 64, 0.0, state_bytes=18 * BILLION / 36)
@@ -44,11 +45,11 @@ def test_states_are_sharded_and_layers_are_gathered() -> None:
 def test_retained_inputs_are_neither_sharded_nor_gathered() -> None:
     """A layer with recomputed experts keeps inputs between steps, in addition to its states."""
     advice, step_s, peak = without_pipeline(8)
-    counted = advice.predictor.counts(advice.command_config)
+    counted = advice.predictor.counts.costs_of(advice.command_config)
     layer = LAYER.increased({STATE_BYTES: GIB / 64})
     counted_inputs = replace(counted, pieces=replace(counted.pieces, layer=layer))
     row = fsdp.best(
-        replace(advice.predictor, counts=lambda _: counted_inputs), advice.command_config
+        replace(advice.predictor, counts=FixedCosts(counted_inputs)), advice.command_config
     )
     assert row.step_s == step_s
     assert row.ranks[0].allocated == pytest.approx(peak + 36 * GIB / 64)

@@ -266,7 +266,7 @@ def in_passes(costs: Costs) -> Costs:
         return costs
     stages = range(costs.num_stages)
     # Without costs of its own, a BW still follows from B and W.
-    kinds = PARTS if costs.whole_us is None else (*PARTS, Kind.BW)
+    kinds = PARTS if costs.full_us is None else (*PARTS, Kind.BW)
     times = {k.time: [costs.time_us(k, stage) for stage in stages] for k in kinds}
     return replace(costs, host_us=0.0).without(COLLECTIVE_TIMES).having(times)
 

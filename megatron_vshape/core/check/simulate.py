@@ -148,7 +148,7 @@ class _Simulation:
         starts, ends = self._run_lanes()
         costs = self.costs
         return Timeline(
-            self.schedule, starts, ends, costs.send_us, costs.whole_us, costs.more_send_us
+            self.schedule, starts, ends, costs.send_us, costs.full_us, costs.more_send_us
         )
 
     def _run_lanes(self) -> tuple[Rows, Rows]:

@@ -261,7 +261,7 @@ class Costs:
         return max(alone - exchanges, exchanges)
 
     @property
-    def whole_us(self) -> tuple[float, ...] | None:
+    def full_us(self) -> tuple[float, ...] | None:
         """Time of a BW on every stage; None if equal to B + W, so that fusing changes nothing."""
         # With launch overhead, a BW differs from B + W: it is one launch instead of two.
         is_known = not self.by_stage.keys().isdisjoint((Kind.BW.time, Kind.BW.collective))

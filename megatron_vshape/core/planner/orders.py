@@ -59,7 +59,7 @@ RESTART_STEPS, RESTART_SHARE = 150, 0.2
 """Steps of a restart, and the fraction by which it may lengthen the order."""
 
 MAX_STEPS_AT_ONCE = 300_000
-"""Maximum search steps between two progress reports and refills of W."""
+"""Maximum search steps between two progress reports and reinsertions of W."""
 
 
 def _published_blocks(placement: Placement, num_devices: int) -> Iterator[BuildingBlock]:
@@ -417,7 +417,7 @@ class PlacementSearch:
         return self.shops[num_microbatches]
 
     def _candidates(self, cyclic: CyclicOrder) -> list[Candidate]:
-        """Return the variants of a cyclic order that fit: as it is, filled, and with W refilled.
+        """Return the variants of a cyclic order that fit: as it is, filled, and with W reinserted.
 
         The order is cut to the few microbatches that show warm-up and cool-down, if a complete
         period remains.
@@ -491,7 +491,7 @@ class PlacementSearch:
         return candidate if self._evaluate(candidate) else None
 
     def _reinserted(self, candidate: Candidate) -> Candidate | None:
-        """Return the candidate with W refilled, if it fits."""
+        """Return the candidate with W reinserted, if it fits."""
         short = candidate.microbatches
         row = reinsert_weights(self.problem, self._numbered_row(candidate), short)
         name = candidate.name.removesuffix(_W_REINSERTED) + _W_REINSERTED
@@ -500,7 +500,7 @@ class PlacementSearch:
         )
 
     def improve(self, candidate: Candidate, steps: int) -> None:
-        """Run `steps` of local search, then refill W unless that increases the value.
+        """Run `steps` of local search, then reinsert W unless that increases the value.
 
         Changes only the candidate, so threads can improve several.
         """
@@ -509,7 +509,7 @@ class PlacementSearch:
         reinserted = self._reinserted(candidate)
         # Ties change the order too: another arrangement of W opens new moves.
         if reinserted is not None and reinserted.value <= candidate.value:
-            # The refilled order continues the random numbers, or each round would repeat the same
+            # The reinserted order continues the random numbers, or each round would repeat the same
             # moves.
             reinserted.state.random[0] = candidate.state.random[0]
             candidate.state, candidate.value = reinserted.state, reinserted.value

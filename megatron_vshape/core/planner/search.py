@@ -97,7 +97,8 @@ _STEPS_PER_PAIR = 5
 
 _TOLERANCE = 1e-9
 
-_Runner = tuple[PlacementSearch, Candidate]
+_Entry = tuple[PlacementSearch, Candidate]
+"""An order, with the search that improves it."""
 
 Progress = Callable[[int, float, float], None]
 """Called with the steps so far, the best value so far and the lower bound."""
@@ -263,7 +264,7 @@ class _Race:
         if steps is None:
             # Given steps are used in full, unless the order is optimal.
             self.enough = MAX_GAP
-        survivors: list[_Runner] = []
+        survivors: list[_Entry] = []
         searches = self.searches
         try:
             with ThreadPoolExecutor(CORES) as pool:
@@ -272,10 +273,10 @@ class _Race:
                         # A continued turn starts from the last orders, all other turns from new
                         # ones.
                         is_continued = turn > 1 if self.trades else turn % _LONG_TURN == 0
-                        runners = (
+                        entries = (
                             survivors
                             if is_continued
-                            else self._start_runners(searches, budget, pool)
+                            else self._start_entries(searches, budget, pool)
                         )
                         previous = [] if is_continued else survivors
                         share = (
@@ -283,7 +284,7 @@ class _Race:
                             if is_continued and not self.trades
                             else budget
                         )
-                        survivors = previous + self._turn(runners, share, deadline, progress, pool)
+                        survivors = previous + self._turn(entries, share, deadline, progress, pool)
                         is_over = deadline is not None and time.monotonic() >= deadline
                         if is_over or self._is_near_bound(self.enough):
                             return
@@ -308,9 +309,9 @@ class _Race:
             budget //= 2
         return budget if seconds is None else min(budget, int(seconds * _STEPS_PER_SECOND))
 
-    def _start_runners(
+    def _start_entries(
         self, searches: Sequence[PlacementSearch], budget: int, pool: ThreadPoolExecutor
-    ) -> list[_Runner]:
+    ) -> list[_Entry]:
         share = budget
         if not self.trades:
             # Published orders need no annealing: they come first and may rule out the others.
@@ -319,25 +320,25 @@ class _Race:
                 key=lambda search: (search.is_annealed, search.is_annealed or search.bound),
             )
             share //= max(1, sum(search.is_annealed for search in searches))
-        runners = [
+        entries = [
             (search, candidate)
             for search in searches
             if self._can_win(search)
             for candidate in search.start_orders(share, pool.map)
         ]
         if self.trades:
-            return runners
+            return entries
         # The best orders may all be of one placement, and optimal there.
-        return best_of(self._contenders(runners), STARTS, _value_of)
+        return best_of(self._contenders(entries), STARTS, _value_of)
 
     def _turn(
         self,
-        runners: list[_Runner],
+        entries: list[_Entry],
         budget: int,
         deadline: float | None,
         progress: Progress | None,
         pool: ThreadPoolExecutor,
-    ) -> list[_Runner]:
+    ) -> list[_Entry]:
         """Improve the orders in rounds; return those of the last round.
 
         Half of the orders remain after each round, filled up with copies if they are few.
@@ -348,38 +349,38 @@ class _Race:
                 deadline is not None and time.monotonic() >= deadline
             )
 
-        def advance(runners: list[_Runner], share: int, number: int) -> list[_Runner]:
+        def advance(entries: list[_Entry], share: int, number: int) -> list[_Entry]:
             # The first round always runs, so that every order is improved once.
             if number and is_over():
-                return runners
+                return entries
             num_parts = -(-share // MAX_STEPS_AT_ONCE)
             for part in range(num_parts):
                 steps = share * (part + 1) // num_parts - share * part // num_parts
-                jobs = [(*pair, steps) for pair in runners]
+                jobs = [(*pair, steps) for pair in entries]
                 # Batches of one job per core, so that the time limit and progress are checked in
                 # between.
                 for start in range(0, len(jobs), CORES):
                     for search, candidate, _ in pool.map(
-                        _improve_runner, jobs[start : start + CORES]
+                        _improve_entry, jobs[start : start + CORES]
                     ):
                         search.keep_if_best(candidate)
                         self.steps += steps
                         if progress is not None:
                             progress(self.steps, self.best.value(), self.bound)
                     if deadline is not None and time.monotonic() >= deadline:
-                        return runners
+                        return entries
                 if self._is_near_bound(self.enough):
-                    return runners
-            return _next_round(self._contenders(runners))
+                    return entries
+            return _next_round(self._contenders(entries))
 
-        runners = self._contenders(runners)
+        entries = self._contenders(entries)
         # Few passes converge early, and each round restarts their copies.
-        rounds = budget // (STEPS_OF_FEW * ORDERS_OF_FEW) if _are_few(runners) else 0
-        return race(runners, budget, max(ROUNDS, rounds), advance, MIN_STEPS)
+        rounds = budget // (STEPS_OF_FEW * ORDERS_OF_FEW) if _are_few(entries) else 0
+        return race(entries, budget, max(ROUNDS, rounds), advance, MIN_STEPS)
 
-    def _contenders(self, runners: list[_Runner]) -> list[_Runner]:
+    def _contenders(self, entries: list[_Entry]) -> list[_Entry]:
         """Return the orders whose placement can still have a better order."""
-        return [pair for pair in runners if self._can_win(pair[0])]
+        return [pair for pair in entries if self._can_win(pair[0])]
 
     def _can_win(self, search: PlacementSearch) -> bool:
         """Return whether the lower bound of its placement is below the best order."""
@@ -408,7 +409,7 @@ class _Race:
             )
 
 
-def _improve_runner(
+def _improve_entry(
     job: tuple[PlacementSearch, Candidate, int],
 ) -> tuple[PlacementSearch, Candidate, int]:
     search, candidate, steps = job
@@ -417,27 +418,27 @@ def _improve_runner(
     return job
 
 
-def _next_round(runners: list[_Runner]) -> list[_Runner]:
+def _next_round(entries: list[_Entry]) -> list[_Entry]:
     """Return the better half of the orders, filled up with reseeded copies if they are few."""
-    is_few = _are_few(runners)
+    is_few = _are_few(entries)
     min_orders = ORDERS_OF_FEW if is_few else ORDERS
-    runners = better_half(runners, _value_of)
+    entries = better_half(entries, _value_of)
     copies = [
         (search, search.reseeded_copy(candidate, number, restart=is_few))
         for number in range(1, min_orders)
-        for search, candidate in runners
+        for search, candidate in entries
     ]
     # The originals come first, so a copy never displaces one.
-    return (runners + copies)[: max(min_orders, len(runners))]
+    return (entries + copies)[: max(min_orders, len(entries))]
 
 
-def _value_of(runner: _Runner) -> float:
-    search, candidate = runner
+def _value_of(entry: _Entry) -> float:
+    search, candidate = entry
     return candidate.value / search.problem.ticks_per_us
 
 
-def _are_few(runners: list[_Runner]) -> bool:
-    return all(_num_passes(search.problem) < FEW for search, _ in runners)
+def _are_few(entries: list[_Entry]) -> bool:
+    return all(_num_passes(search.problem) < FEW for search, _ in entries)
 
 
 def _num_passes(problem: Problem) -> int:

@@ -139,7 +139,7 @@ class Session:
         self.rank_zero = rank_zero
         self._reset_planner()
         self.build.is_extensible = False
-        self.step.splits_backward = pipeline is not None
+        self.step.has_own_schedule = pipeline is not None
         # These hooks replace classes and flags, which cannot pass a call to the original.
         self.process.pipeline_hooks.switch(pipeline is not None)
 

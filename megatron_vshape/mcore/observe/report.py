@@ -359,7 +359,7 @@ def _learned_costs_note(pipeline: RunConfig) -> str:
 def _recompute_notes(pipeline: RunConfig) -> str:
     """Return notes on recomputation in backward passes and its effects, one line each."""
     lines = ""
-    if pipeline.choice.keeps_backward_whole:
+    if pipeline.choice.keeps_full_backward:
         lines += (
             "\nbackward passes are not split (BW): with --recompute-granularity full, a split "
             "backward would store all recomputed activations"

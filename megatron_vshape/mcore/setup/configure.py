@@ -361,7 +361,7 @@ def _of_model(
         estimate=split.estimate,
         num_layers=sum(split.layers),
         layer_shares=split.shares,
-        keeps_backward_whole=getattr(model, "recompute_granularity", None) == "full",
+        keeps_full_backward=getattr(model, "recompute_granularity", None) == "full",
         whole_stages=frozenset(range(stage_map.last_stage)) if fuses else frozenset(),
         # Only in Megatron's own layers: TE's wait inside TE's code, where no other job can run.
         fills_waits=model.tensor_model_parallel_size > 1

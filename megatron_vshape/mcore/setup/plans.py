@@ -223,7 +223,7 @@ class Planner:
         """Return the step of a schedule: the passes of this run, their times, and its programs."""
         # 1. Full backwards: a split would keep recomputed activations until W, and CUDA graphs of
         #    full layers have no W of their own.
-        if self.choice.keeps_backward_whole:
+        if self.choice.keeps_full_backward:
             schedule = with_full_backwards(schedule)
         elif self.choice.whole_stages:
             schedule = with_full_backwards(schedule, self.choice.whole_stages)

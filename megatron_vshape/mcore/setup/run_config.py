@@ -38,7 +38,7 @@ class ScheduleChoice:
     moved_limit_bytes: float = math.inf  # of memory that is moved off a device
     num_layers: int | None = None  # layers of the model
     layer_shares: tuple[Share, ...] = ()  # share of each layer, if layers are not identical
-    keeps_backward_whole: bool = False  # no B is split
+    keeps_full_backward: bool = False  # no B is split
     whole_stages: frozenset[int] = frozenset()  # stages whose B is not split
     fills_waits: bool = False  # a B that waits for tensor-parallel ranks runs jobs of the next W
     ties_ends: bool = False  # the first and the last stage add to one gradient

@@ -83,7 +83,7 @@ def make_split_linear(state: StepState, layers: ModuleType, upstream: Any) -> ty
 
         @classmethod
         def apply(cls, *args: Any) -> Any:
-            return super().apply(*args) if state.splits_backward else upstream.apply(*args)
+            return super().apply(*args) if state.has_own_schedule else upstream.apply(*args)
 
         @staticmethod
         def forward(ctx: Any, input: Tensor, weight: Tensor, *options: Any) -> Any:

@@ -303,7 +303,9 @@ class JobStore:
         if self.state.capture is not None:
             return bool(self.state.capture.splits(self.layer))
         # -1 outside of any backward. A forward that recomputation repeats counts as backward.
-        return is_open() or (self.state.splits_backward and torch._C._current_graph_task_id() == -1)
+        return is_open() or (
+            self.state.has_own_schedule and torch._C._current_graph_task_id() == -1
+        )
 
     def put(self, tensor_list: list[Any], func: Gemm) -> None:
         """Defer a job to W. The job retains the tensors that TE passes until it has run."""

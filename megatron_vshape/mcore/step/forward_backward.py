@@ -289,7 +289,7 @@ class PipelineRunner:
             program if cut_program is None else cut_program(program),
             wgrad_overlaps,
             data,
-            forward_step=self.calls.counting(
+            forward_step=self.calls.recording(
                 call.forward_step_func,
                 call.chunks,
                 self._state,

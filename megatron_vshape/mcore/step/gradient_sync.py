@@ -175,7 +175,7 @@ def splits_last(pipeline: RunConfig, chunk: nn.Module) -> bool:
     activations would be allocated between B and W.
     """
     overlaps = pipeline.overlaps_grad_reduce or overlaps_grad_reduce(chunk)
-    return overlaps and not pipeline.choice.keeps_backward_whole
+    return overlaps and not pipeline.choice.keeps_full_backward
 
 
 def divide_by_tokens(model: Sequence[Any], tokens: Tensor, groups: Any) -> None:

@@ -155,14 +155,14 @@ class ForwardCalls:
     order: Sequence[int] | None  # of microbatches; None: as they come
     ended: list[tuple[int, int]] = field(default_factory=list)
 
-    def counting(
+    def recording(
         self,
         function: Callable[..., Any],
         chunks: Sequence[nn.Module],
         state: StepState,
         has_loss: bool,
     ) -> Callable[..., Any]:
-        """Wrap the trainer's function so that its calls are counted."""
+        """Wrap the trainer's function so that its calls are recorded."""
         # Megatron's layer plans call the function with the model without its wrappers.
         chunk_of = {id(unwrapped(model_chunk)): chunk for chunk, model_chunk in enumerate(chunks)}
         numbers = Counter[int]()
