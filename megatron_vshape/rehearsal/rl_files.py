@@ -258,30 +258,25 @@ def _command_of_areal(
     backend, data = str(actor.get("backend")), section(content, "train_dataset")
     if not backend.startswith("megatron:"):
         raise ScheduleError(f"{path} trains without Megatron: actor.backend is {backend:.40}")
-    # megatron:(attn:d4p4t2|ffn:d2p4e4) has other sizes for experts.
-    layers, _, experts = backend.removeprefix("megatron:").partition("|")
-    letters = dict(re.findall(r"([dptce])(\d+)", layers.replace("attn", "")))
-    expert_letters = dict(re.findall(r"([te])(\d+)", experts)) or {"e": letters.get("e", 1)}
     megatron = section(actor, "megatron")
     settings = _AREAL_DEFAULTS | {
         name: value for name, value in megatron.items() if not isinstance(value, dict)
     }
+    chunks = settings.pop("virtual_pipeline_parallel_size", None)
     if quantization := section(megatron, "fp8_config"):
-        settings |= {"fp8": quantization.get("mode", "e4m3")}
-        settings |= {"fp8_recipe": quantization.get("recipe", "delayed")}
+        settings["fp8"] = quantization.get("mode", "e4m3")
+        settings["fp8_recipe"] = quantization.get("recipe", "delayed")
     if actor.get("gradient_checkpointing"):
         settings = _AREAL_RECOMPUTE | settings
     else:
         settings |= dict.fromkeys(_AREAL_RECOMPUTE)
-    settings |= {name: int(letters.get(letter, 1)) for letter, name in _AREAL_SIZES.items()}
-    settings |= {
-        "expert_model_parallel_size": int(expert_letters.get("e", 1)),
-        "expert_tensor_parallel_size": int(expert_letters.get("t", 1)),
-        "sequence_parallel": int(letters.get("t", 1)) > 1,
+    sizes, gpus = _areal_sizes(backend.removeprefix("megatron:"))
+    settings |= sizes | {
+        "virtual_pipeline_model_parallel_size": chunks,
+        "sequence_parallel": sizes["tensor_model_parallel_size"] > 1,
         "seq_length": number(data, "max_length") + number(samples, "max_new_tokens"),
         "bf16": actor.get("dtype", "bfloat16") == "bfloat16",
     }
-    gpus = prod(int(letters.get(letter, 1)) for letter in "dptc")
     batch = number(data, "batch_size", 1) * number(samples, "n_samples", 1)
     limit = number(section(actor, "mb_spec"), "max_tokens_per_mb")
     if not limit:
@@ -298,6 +293,21 @@ def _command_of_areal(
         notes=(_LONGEST,),
         lora=LoraConfig(rank, ("all-linear",)) if rank else None,
     )
+
+
+def _areal_sizes(text: str) -> tuple[dict[str, int], int]:
+    """Return the parallel sizes and the GPUs of d4p4t2 or (attn:d4p4t2|ffn:d2p4e4).
+
+    The second part of the latter has the sizes of the experts.
+    """
+    layers, _, experts = text.partition("|")
+    letters = dict(re.findall(r"([dptce])(\d+)", layers.replace("attn", "")))
+    sizes = {name: int(letters.get(letter, 1)) for letter, name in _AREAL_SIZES.items()}
+    expert_letters = dict(re.findall(r"([te])(\d+)", experts))
+    sizes["expert_tensor_parallel_size"] = int(expert_letters.get("t", 1))
+    if "e" in expert_letters:
+        sizes["expert_model_parallel_size"] = int(expert_letters["e"])
+    return sizes, prod(int(letters.get(letter, 1)) for letter in "dptc")
 
 
 def _command_of_mindspeed_rl(content: Mapping[str, Any], extra_flags: Sequence[str]) -> Command:
