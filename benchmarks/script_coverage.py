@@ -40,6 +40,7 @@ class Scripts(NamedTuple):
     endings: Sequence[str]
 
 
+YAML = Scripts(re.compile("megatron"), ["yaml"])
 MEGATRON = Scripts(re.compile(r"(?m)^[^#\n]*[\w/}]*train\w*\.py\b"), ("sh", "sbatch", "slurm"))
 REPOSITORIES = {
     "THUDM/slime": MEGATRON,
@@ -52,12 +53,18 @@ REPOSITORIES = {
     "alibaba/ROLL": Scripts(re.compile("megatron_train"), ["yaml"]),
     "AMD-AGI/Primus": Scripts(re.compile("framework: megatron"), ["yaml"]),
     "Ascend/MindSpeed-LLM": MEGATRON,
+    "Ascend/MindSpeed-RL": Scripts(re.compile("megatron_training:"), ["yaml"]),
+    "RLinf/RLinf": YAML,
+    "inclusionAI/AReaL": YAML,
+    "NVIDIA-NeMo/Nemotron": YAML,
+    "deepspeedai/Megatron-DeepSpeed": MEGATRON,
+    "bigscience-workshop/bigscience": MEGATRON,
 }
 _REASONS = {
     "another kind of model": (
         r"trains? (a [\w-]+|no language) model|only language models|only LoRA is estimated"
     ),
-    "without Megatron": "without Megatron|only Megatron is estimated",
+    "without Megatron": "without Megatron|[oO]nly Megatron is estimated",
     "unknown model": r"is no preset|and no preset|so the model of .* is unknown",
     "unsupported format": "is a file of|similar overrides|only Megatron-Bridge can read",
     "values to set": r"variables without a value|which is empty|positive number\. If a variable",
