@@ -85,7 +85,7 @@ def checkout_of(library: str) -> str:
     variable = CHECKOUTS[library]
     checkout = os.environ.get(variable, str(ENVIRONMENTS / f"{library}-checkout"))
     if not Path(checkout, library).is_dir():
-        message = f"needs a checkout of it: {variable}=CHECKOUT bash scripts/test.sh --nightly"
+        message = f"{library} is not installed: {variable}=CHECKOUT bash scripts/test.sh --nightly"
         pytest.skip(message, allow_module_level=True)
     return checkout
 
