@@ -354,6 +354,6 @@ def _packed(
 
 
 def _replicas(settings: Mapping[str, Any], gpus: int) -> int:
-    """Return the number of data-parallel pipelines on so many GPUs, at least 1."""
+    """Return the number of data-parallel pipelines on these GPUs, at least 1."""
     sizes = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
     return gpus // prod(number(settings, f"{size}_size", 1) for size in sizes) or 1

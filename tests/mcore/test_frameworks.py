@@ -238,7 +238,7 @@ def test_provider_sees_no_chunks_and_its_model_gets_them(monkeypatch: pytest.Mon
     for _ in range(2):  # of each config of the class; the class is taught once
         adapt_frameworks(session, config)
     try:
-        # What a library believes of the ends is that of the ranks' order.
+        # Libraries ask Megatron which rank is first and last: the answer follows the ranks' order.
         assert config.provide(True, False, vp_stage=0).seen == (True, False, 0, 2)
         assert config.provide(False, False, vp_stage=1).seen == (False, True, 1, 2)
         assert config.virtual_pipeline_model_parallel_size == 2

@@ -330,6 +330,6 @@ def test_passes_whose_memory_is_counted_run_apart(counted: bool) -> None:
     stage = MegatronStage(step, 0, 1, is_last=False, has_several_chunks=True)
     stage._backward = lambda *unused: run_beside()  # type: ignore[method-assign]
     stage.backward_inputs(2, None)
-    assert not ran  # the plan has nothing beside that B
+    assert not ran  # the plan overlaps nothing with that B
     stage.backward_inputs(3, None)
     assert ran == ([] if counted else ["job"])

@@ -114,7 +114,7 @@ def test_losses_are_those_of_1f1b_and_nothing_accumulates(
     assert [record["kept"] for record in package_ranks] == [
         0
     ] * ranks  # tensors of the data after their step
-    # What is left for an inference engine on the same GPUs between steps.
+    # Memory that an inference engine on the same GPUs has between steps.
     package_counts, megatron_counts = (
         [sum(ranks) for ranks in zip(*(rank["between"] for rank in runs), strict=True)]
         for runs in (package_ranks, plain)
@@ -167,7 +167,7 @@ def test_plans_are_dropped_when_they_have_not_been_used_for_long(
     for count in range(3, 40):
         planner.plan_step(count)
         planner.evaluation_program(count)
-        if count < 19:  # used again, and so kept beside the latest
+        if count < 19:  # used again, so it is kept in addition to the latest
             assert planner.plan_step(2) is first
     assert planner.plan_step(2) is not first
     assert list(planner._training) == [2]
