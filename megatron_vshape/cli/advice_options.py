@@ -79,7 +79,7 @@ def compare(options: argparse.Namespace) -> tuple[Advice, Comparison]:
         )
     advice = prepare_advice(options, subject, keep, proposals)
     with report_progress(lambda us: f"{us * 1e-6:.1f} s"):
-        return advice, advice.starting(advice.compare())
+        return advice, advice.compare()
 
 
 def prepare_advice(

@@ -47,7 +47,7 @@ from megatron_vshape.tuning.predictor import (
     Verdict,
     step_seconds,
 )
-from megatron_vshape.tuning.row_command import find_start_faults
+from megatron_vshape.tuning.row_command import StartChecks
 
 _MAX_PLANNED_CONFIGS = 3
 """Maximum number of other configurations to plan for, the best first."""
@@ -90,22 +90,18 @@ class Advice:
         return self.predictor.subject.layers
 
     def compare(self) -> Comparison:
-        """Predict the configurations and compare the best ones."""
-        if self.grid:
-            survey = list(self.predictor.survey(self.grid, NEAR, Budget(self.seconds)))
-            num_unplanned = sum(prediction.reason == TIME_LIMIT for prediction in survey)
-            self.left_out += [f"{num_unplanned} {ADAPTIVE} configurations: {TIME_LIMIT}"] * bool(
-                num_unplanned
-            )
-            return self._comparison_of_grid(survey)
-        # Its dry runs are other processes, which can run during the search.
-        with ThreadPoolExecutor(1) as dry_runs:
-            without_pipeline = dry_runs.submit(self._without_pipeline)
-            comparison = self._with_pipeline()
-            return replace(comparison, fsdp=without_pipeline.result())
+        """Predict the configurations and compare the best ones of those that start."""
+        # Dry runs and start-up checks are other processes, which can run during the search.
+        with ThreadPoolExecutor(1) as executor:
+            subject, machine = self.predictor.subject, self.predictor.machine
+            checks = StartChecks(subject, machine.num_devices, self.make_dry_run_config, executor)
+            without_pipeline = executor.submit(self._without_pipeline, checks)
+            comparison = self._of_grid() if self.grid else self._with_pipeline(checks)
+            comparison = replace(comparison, fsdp=without_pipeline.result())
+            return self._starting(comparison, checks)
 
-    def _with_pipeline(self) -> Comparison:
-        """Predict pipeline schedules, and return the fastest of each kind.
+    def _with_pipeline(self, checks: StartChecks) -> Comparison:
+        """Predict pipeline schedules, start the first checks, and return the fastest of each kind.
 
         These are stock schedules of all configurations, and schedules of this package for the
         command's sizes and for the most promising other configurations.
@@ -117,11 +113,17 @@ class Advice:
         if not any(map(_fits, stock)):
             stock += self._with_full_recompute()
         best_stock = min(filter(_fits, stock), key=step_seconds, default=None)
+        avoided = None
+        if self.predictor.subject.recompute == "full":
+            avoided = self.published("v-half", self.command_config, is_stock=False)
+        checks.start(best_stock)
+        checks.start(avoided)
         seconds = self.seconds / _MAX_PLANNED_CONFIGS
         # A configuration that does not fit is no baseline: any plan that fits is better.
         same_sizes = self._with_package(
             self.command_config, seconds, step_seconds(today) if today.fits else math.inf
         )
+        checks.start(same_sizes)
         fitting = [prediction for prediction in (same_sizes, best_stock) if prediction is not None]
         pipelines = [config for config in self.neighbors if config.pipeline_parallel > 1]
         planned, least_s = 0, {config: self._mean_busy_s(config) for config in pipelines}
@@ -136,13 +138,16 @@ class Advice:
                 planned += 1
         best = min(fitting, key=step_seconds, default=None)
         least_memory = self._least_memory([*filter(_fits, stock), *fitting], best)
-        avoided = None
-        if self.predictor.subject.recompute == "full":
-            avoided = self.published("v-half", self.command_config, is_stock=False)
         return Comparison(today, best_stock, best, same_sizes, least_memory, avoided)
 
-    def _comparison_of_grid(self, grid: Sequence[Prediction]) -> Comparison:
-        fitting = [prediction for prediction in map(self._as_stock, grid) if prediction.fits]
+    def _of_grid(self) -> Comparison:
+        """Predict the configurations of the grid, and return the fastest of each kind."""
+        survey = list(self.predictor.survey(self.grid, NEAR, Budget(self.seconds)))
+        num_unplanned = sum(prediction.reason == TIME_LIMIT for prediction in survey)
+        self.left_out += [f"{num_unplanned} {ADAPTIVE} configurations: {TIME_LIMIT}"] * bool(
+            num_unplanned
+        )
+        fitting = [prediction for prediction in map(self._as_stock, survey) if prediction.fits]
         stock = [prediction for prediction in fitting if prediction.is_stock]
         best = min(fitting, key=step_seconds, default=None)
         return Comparison(
@@ -150,23 +155,23 @@ class Advice:
             stock=min(stock, key=step_seconds, default=None),
             best=best,
             least_memory=self._least_memory(fitting, best),
-            fsdp=self._without_pipeline(),
         )
 
-    def starting(self, comparison: Comparison) -> Comparison:
-        """Start the command of each row, and return the comparison without those that fail."""
-        subject, machine = self.predictor.subject, self.predictor.machine
+    def _starting(self, comparison: Comparison, checks: StartChecks) -> Comparison:
+        """Return the comparison without the rows whose command does not start."""
+        subject = self.predictor.subject
         rows = comparison.distinct_rows(subject)
-        predictions = {row.key: row.prediction for row in rows if row.key != "today"}
-        faults = find_start_faults(
-            predictions, subject, machine.num_devices, self.make_dry_run_config()
-        )
-        for key, fault in faults.items():
-            self.left_out.append(f"{describe(predictions[key], subject)}: does not start: {fault}")
-        return comparison.without([predictions[key] for key in faults])
+        faults = checks.faults([row.prediction for row in rows if row.key != "today"])
+        for prediction, fault in faults:
+            self.left_out.append(f"{describe(prediction, subject)}: does not start: {fault}")
+        return comparison.without([prediction for prediction, _ in faults])
 
-    def _without_pipeline(self) -> Prediction | None:
-        return fsdp.best(self.predictor, self.command_config) if self.with_fsdp else None
+    def _without_pipeline(self, checks: StartChecks) -> Prediction | None:
+        if not self.with_fsdp:
+            return None
+        prediction = fsdp.best(self.predictor, self.command_config)
+        checks.start(prediction)
+        return prediction
 
     def _as_stock(self, row: Prediction) -> Prediction:
         """Predict a schedule of Megatron again, as stock Megatron runs it."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from itertools import chain
 from pathlib import Path
 
 from megatron_vshape.mcore.options import schedule_names
 from megatron_vshape.rehearsal.command import Command, sizes_of, words_by_flag
 from megatron_vshape.rehearsal.megatron_layers import with_layers
 from megatron_vshape.rehearsal.rank_job import RankJob
-from megatron_vshape.rehearsal.rank_report import FailedRank, notes_of_ignored
+from megatron_vshape.rehearsal.rank_report import CheckedRank, FailedRank, notes_of_ignored
 from megatron_vshape.rehearsal.ranks import DryRunConfig, check_all
 from megatron_vshape.tuning import fsdp
 from megatron_vshape.tuning.configurations import POST_VALIDATION, Subject
@@ -70,27 +72,54 @@ def script_of(command: Command, gpus: int, node: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def find_start_faults(
-    rows: Mapping[str, Prediction], subject: Subject, gpus: int, config: DryRunConfig
-) -> dict[str, str]:
-    """Run the start-up checks of the first and the last rank of each row.
+class StartChecks:
+    """Start-up checks of the first and the last rank of rows, while the search continues.
 
-    Args:
-        rows: predictions by key.
-        subject: the model with today's command.
-        gpus: number of GPUs.
-        config: the programs of a dry run.
-
-    Returns:
-        The reason by key, for each row that does not start. Rows whose schedule has neither a name
-        nor a file are not checked.
+    Rows whose schedule has neither a name nor a file are not checked.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        jobs = [job for key in rows for job in _jobs(key, rows[key], subject, gpus, config, folder)]
-        results = list(check_all(config.programs, jobs)) if jobs else []
-    for note in notes_of_ignored(results):
-        logger.warning("%s", note)
-    return {result.name: result.error for result in results if isinstance(result, FailedRank)}
+
+    def __init__(
+        self,
+        subject: Subject,
+        gpus: int,
+        make_config: Callable[[], DryRunConfig],
+        executor: Executor,
+    ) -> None:
+        """Prepare checks of rows of `subject` on `gpus` GPUs, which `executor` runs."""
+        self._subject, self._gpus, self._make_config = subject, gpus, make_config
+        self._executor = executor
+        self._checks: list[tuple[Prediction, Future[list[CheckedRank | FailedRank]]]] = []
+
+    def start(self, row: Prediction | None) -> None:
+        """Start the checks of a row, unless they have been started."""
+        if row is not None and not any(row is checked_row for checked_row, _ in self._checks):
+            self._checks.append((row, self._executor.submit(self._check, row)))
+
+    def faults(self, rows: Iterable[Prediction]) -> list[tuple[Prediction, str]]:
+        """Check rows, and return those that do not start, with the reason."""
+        rows = list(rows)
+        for row in rows:
+            self.start(row)
+        checks = [
+            (row, check.result())
+            for row, check in self._checks
+            if any(row is wanted_row for wanted_row in rows)
+        ]
+        for note in notes_of_ignored(chain.from_iterable(results for _, results in checks)):
+            logger.warning("%s", note)
+        return [
+            (row, result.error)
+            for row, results in checks
+            for result in results[-1:]
+            if isinstance(result, FailedRank)
+        ]
+
+    def _check(self, row: Prediction) -> list[CheckedRank | FailedRank]:
+        config = self._make_config()
+        with tempfile.TemporaryDirectory() as folder:
+            jobs = list(_jobs(row, self._subject, self._gpus, config, Path(folder)))
+            results = list(check_all(config.programs, jobs)) if jobs else []
+        return sorted(results, key=lambda result: isinstance(result, FailedRank))
 
 
 def _with_few_layers(command: Command) -> Command:
@@ -107,9 +136,9 @@ _FEW = 4
 
 
 def _jobs(
-    key: str, row: Prediction, subject: Subject, gpus: int, config: DryRunConfig, folder: str
+    row: Prediction, subject: Subject, gpus: int, config: DryRunConfig, folder: Path
 ) -> Iterator[RankJob]:
-    path = Path(folder, f"{key}.json")
+    path = folder / "schedule.json"
     if needs_file(row):
         if row.schedule is None:
             return
@@ -119,4 +148,4 @@ def _jobs(
     if sizes.pipeline == 1:
         command = _with_few_layers(command)
     for stage in dict.fromkeys((0, sizes.pipeline - 1)):
-        yield config.job(command, sizes, stage, key, check=True)
+        yield config.job(command, sizes, stage, row.configuration.schedule, check=True)

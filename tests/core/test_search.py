@@ -21,7 +21,7 @@ from megatron_vshape.core.model.placement import (
 )
 from megatron_vshape.core.model.schedule import Objective
 from megatron_vshape.core.plan import frontier
-from megatron_vshape.core.planner import search
+from megatron_vshape.core.planner import orders, search
 from megatron_vshape.core.request import PlanRequest
 from megatron_vshape.core.schedule_names import AUTO
 
@@ -92,6 +92,26 @@ def test_plan_is_identical_for_any_number_of_cores(
         monkeypatch.setattr(search, "CORES", cores)
         plans.append(plan(costs, 3, 6, 4, steps=steps))
     assert plans[0] == plans[1] == plans[2]
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(60, 160_000), (0.5, 39_062)])
+def test_annealing_ends_within_the_time_limit(
+    seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes 0.4 us per device; at 32 devices, a limit of 0.5 s took 4 s."""
+    annealed: list[int] = []
+
+    def find_steady_orders(*arguments: Any) -> list[Any]:
+        annealed.append(arguments[4])
+        return []
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(orders, "find_steady_orders", find_steady_orders)
+    costs = Costs.uniform(32, 64, *REAL)
+    plan(costs, 32, 32, 32, placements=[looping(32, 2)], seconds=seconds, progress=stop)
+    assert annealed == [steps]
 
 
 def test_placement_with_bound_above_the_best_value_is_skipped() -> None:

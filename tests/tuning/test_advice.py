@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,7 +58,7 @@ from megatron_vshape.tuning.predictor import (
     key_of_count,
     step_seconds,
 )
-from megatron_vshape.tuning.row_command import find_start_faults, row_command, script_of
+from megatron_vshape.tuning.row_command import StartChecks, row_command, script_of
 
 EXPERTS = """pretrain_gpt.py --num-layers 16 --num-attention-heads 8 --num-experts 8
     --micro-batch-size 2 --seq-length 512
@@ -92,10 +93,13 @@ def fake_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_vshape.cli.advice_options.Counts", Fake)
 
 
+START = StartChecks.start
+
+
 @pytest.fixture(autouse=True)
 def no_start_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the start-up checks of `advise`, whose models here are numbers only."""
-    monkeypatch.setattr("megatron_vshape.tuning.advice.find_start_faults", lambda *_: {})
+    monkeypatch.setattr("megatron_vshape.tuning.row_command.StartChecks.start", lambda *_: None)
 
 
 def test_every_size_is_a_candidate_unless_it_is_kept() -> None:
@@ -624,6 +628,7 @@ def test_rows_that_do_not_start_are_found(
     """Megatron rejects two flags for virtual stages; a plan is checked with its schedule file."""
     pytest.importorskip("megatron.core")
     monkeypatch.setattr("megatron_vshape.rehearsal.ranks.run_jobs", warm.run_jobs)
+    monkeypatch.setattr(StartChecks, "start", START)
     subject = Subject.of_command(["pretrain_gpt.py", *SMALL.split(), "--swap-optimizer"], "")
     config = configuration_of_command(subject, 2)
     schedule = plan_request(PlanRequest("v-half", 2, config.num_microbatches)).schedule
@@ -636,10 +641,39 @@ def test_rows_that_do_not_start_are_found(
         "few": Prediction(config, Verdict.RUNS, 0.0, layers=(1, 2, 2, 2), schedule=schedule),
     }
     programs = DryRunConfig.of(subject.command, GPUS["h100"], None, None)
-    faults = find_start_faults(rows, subject, 2, programs)
-    assert set(faults) == {"few"}
-    assert "adds up to 7 layers and the model has 8" in faults["few"]
+    with ThreadPoolExecutor(1) as executor:
+        checks = StartChecks(subject, 2, lambda: programs, executor)
+        checks.start(rows["few"])
+        ((row, fault),) = checks.faults(rows.values())
+        assert not checks.faults([rows["stock"]])
+    assert row is rows["few"]
+    assert "adds up to 7 layers and the model has 8" in fault
     assert "does not have: --swap-optimizer. Some may lower the memory" in caplog.text
+
+
+def test_a_row_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of the best stock schedule runs during the search, and its row may be the best."""
+    checked: list[str] = []
+
+    def check_all(_: object, jobs: Iterable[RankJob]) -> list[object]:
+        checked.extend(job.name for job in jobs)
+        return []
+
+    monkeypatch.setattr("megatron_vshape.tuning.row_command.check_all", check_all)
+    monkeypatch.setattr(StartChecks, "start", START)
+    model = subject("pretrain_gpt.py " + SMALL)
+    config = configuration_of_command(model, 2)
+    stock, other = (
+        Prediction(replace(config, schedule=name), Verdict.RUNS, 0.0, layers=(4, 4), is_stock=True)
+        for name in ("1f1b", "gpipe")
+    )
+    programs = DryRunConfig.of(model.command, GPUS["h100"], None, None)
+    with ThreadPoolExecutor(1) as executor:
+        checks = StartChecks(model, 2, lambda: programs, executor)
+        checks.start(None)
+        checks.start(stock)
+        assert checks.faults([stock, other]) == []
+    assert checked == ["1f1b"] * 2 + ["gpipe"] * 2
 
 
 def test_a_row_without_a_pipeline_is_checked_with_few_layers(
@@ -655,15 +689,16 @@ def test_a_row_without_a_pipeline_is_checked_with_few_layers(
     monkeypatch.setattr("megatron_vshape.tuning.row_command.check_all", check_all)
     model = subject("pretrain_gpt.py " + SMALL, "--moe-layer-freq", "([0]*2+[1]*6)")
     config = replace(configuration_of_command(model, 2), schedule="1f1b")
-    rows = {
-        str(size): Prediction(
-            replace(config, pipeline_parallel=size), Verdict.RUNS, 0.0, is_stock=True
-        )
+    rows = [
+        Prediction(replace(config, pipeline_parallel=size), Verdict.RUNS, 0.0, is_stock=True)
         for size in (1, 2)
-    }
-    find_start_faults(rows, model, 2, DryRunConfig.of(model.command, GPUS["h100"], None, None))
-    layers = {job.name: Command("", tuple(job.flags)).option("num_layers") for job in jobs}
-    assert layers == {"1": 4, "2": 8}
+    ]
+    monkeypatch.setattr(StartChecks, "start", START)
+    programs = DryRunConfig.of(model.command, GPUS["h100"], None, None)
+    with ThreadPoolExecutor(1) as executor:
+        StartChecks(model, 2, lambda: programs, executor).faults(rows)
+    layers = [Command("", tuple(job.flags)).option("num_layers") for job in jobs]
+    assert layers == [4, 8, 8]
     assert ["--moe-layer-freq" in job.flags for job in jobs] == [False, True, True]
 
 

@@ -41,7 +41,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_vshape.cli.advice_options.dry_run_config", lambda *_: None)
     monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
     monkeypatch.setattr("megatron_vshape.cli.trial._versions", lambda: {"torch": "2"})
-    monkeypatch.setattr("megatron_vshape.tuning.advice.find_start_faults", lambda *_: {})
+    monkeypatch.setattr("megatron_vshape.tuning.row_command.StartChecks.start", lambda *_: None)
 
 
 def trial(*options: str, flags: tuple[str, ...] = ()) -> tuple[int, dict[str, Any]]:

@@ -43,9 +43,6 @@ STARTS = 8
 
 _W_REINSERTED = ", W reinserted"
 
-EFFORT, WIDE = 4, 16
-"""Annealing has 1 / EFFORT of the local search's budget; above `WIDE` devices, the same budget."""
-
 _MAX_ANNEALED_STAGES = 36
 """Maximum stages of a placement with annealed orders, unless it has at most two per device."""
 
@@ -60,6 +57,11 @@ RESTART_STEPS, RESTART_SHARE = 150, 0.2
 
 MAX_STEPS_AT_ONCE = 300_000
 """Maximum search steps between two progress reports and reinsertions of W."""
+
+
+def annealing_steps(budget: int, num_devices: int) -> int:
+    """Return the steps of annealing for a budget of the local search."""
+    return budget // 4 if num_devices <= 16 else budget
 
 
 def _published_blocks(placement: Placement, num_devices: int) -> Iterator[BuildingBlock]:
@@ -409,7 +411,7 @@ class PlacementSearch:
                 for index, order in enumerate(orders)
             ]
 
-        return [published, partial(steady, budget // EFFORT if devices <= WIDE else budget)]
+        return [published, partial(steady, annealing_steps(budget, devices))]
 
     def _shop(self, num_microbatches: int) -> improve.JobShop:
         if num_microbatches not in self.shops:

@@ -51,6 +51,7 @@ from megatron_vshape.core.planner.orders import (
     STARTS,
     Candidate,
     PlacementSearch,
+    annealing_steps,
 )
 from megatron_vshape.core.planner.race import best_of, better_half, race
 
@@ -91,6 +92,9 @@ At d=8, m=64, 1/1.15/.85/.05, 10 chunks, a long turn spends a third of a plan's 
 
 _STEPS_PER_SECOND = 3_000_000
 """Approximate speed of a search at 8 devices. It limits the first turn to the time limit."""
+
+_ANNEALING_S = 0.4e-6
+"""Approximate time of a step of annealing per device."""
 
 _STEPS_PER_PAIR = 5
 """Maximum steps per pair of passes in a turn of the default budget."""
@@ -307,7 +311,14 @@ class _Race:
         budget = max(default_steps(search.problem) for search in self.searches)
         if len(self.searches) >= _MANY_SEARCHES and not self.trades:
             budget //= 2
-        return budget if seconds is None else min(budget, int(seconds * _STEPS_PER_SECOND))
+        if seconds is None:
+            return budget
+        budget = min(budget, int(seconds * _STEPS_PER_SECOND))
+        if any(search.is_annealed for search in self.searches):
+            devices = self.searches[0].problem.num_devices
+            annealing_s = _ANNEALING_S * devices * annealing_steps(budget, devices)
+            budget = int(budget * min(1.0, seconds / annealing_s))
+        return budget
 
     def _start_entries(
         self, searches: Sequence[PlacementSearch], budget: int, pool: ThreadPoolExecutor
