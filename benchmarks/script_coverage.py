@@ -57,6 +57,7 @@ REPOSITORIES = {
     "RLinf/RLinf": YAML,
     "inclusionAI/AReaL": YAML,
     "NVIDIA-NeMo/Nemotron": YAML,
+    "flagos-ai/FlagScale": Scripts(re.compile("backend: megatron"), ["yaml"]),
     "deepspeedai/Megatron-DeepSpeed": MEGATRON,
     "bigscience-workshop/bigscience": MEGATRON,
 }
@@ -67,6 +68,7 @@ _REASONS = {
     "without Megatron": "without Megatron|[oO]nly Megatron is estimated",
     "unknown model": r"is no preset|and no preset|so the model of .* is unknown",
     "unsupported format": "is a file of|similar overrides|only Megatron-Bridge can read",
+    "unsupported setting": "cannot be estimated|builds other layers",
     "values to set": r"variables without a value|which is empty|positive number\. If a variable",
 }
 """Reasons by texts of their messages."""

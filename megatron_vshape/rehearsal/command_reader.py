@@ -50,6 +50,7 @@ _WITH_ENCODER = "vision-language"
 
 _OTHER_MODELS = {
     **{name: name.lower() for name in ("BERT", "T5", "ICT", "RL", "RETRO", "vision")},
+    "protein (ESM)": "esm1 esm2",
     _WITH_ENCODER: "vlm vl omni --language-model-type --vision-model-type --img-h "
     "--disable-vision-class-token --model-provider",
     "DeepSeek-V4": "deepseek4 --kv-compress",  # of MindSpeed-LLM

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.command import NODES, PROCESSES, Command
+from megatron_vshape.rehearsal.flagscale_files import command_of_flagscale
 from megatron_vshape.rehearsal.rank_job import LoraConfig, Reference
 from megatron_vshape.rehearsal.rl_files import command_of_rl
 from megatron_vshape.rehearsal.saved_config import (
@@ -98,6 +99,8 @@ def _command_of_mapping(
     backend = actor.get("training_backend", "megatron") if isinstance(actor, dict) else "megatron"
     if "defaults" in content and backend == "megatron":  # includes of RLinf may be elsewhere
         content = read_with_parents(path, "defaults")
+    if (command := command_of_flagscale(path, content)) is not None:
+        return command
     if (command := command_of_rl(path, content, extra_flags)) is not None:
         return command
     recipe = content.get("recipe") or {}

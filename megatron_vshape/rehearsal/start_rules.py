@@ -37,7 +37,7 @@ _HOW_TO_NAME = (
 
 
 def check_model(command: Command) -> None:
-    """Raise ScheduleError if the command has no layers or no size of them.
+    """Raise ScheduleError if the command has no layers, no size of them, or no place for experts.
 
     Its model is in another file, or a file was not understood.
     """
@@ -55,6 +55,12 @@ def check_model(command: Command) -> None:
         raise ScheduleError(
             f"the command has no {', '.join([*unknown, *missing])}, so the model{name} is unknown: "
             f"{_HOW_TO_NAME}"
+        )
+    if command.pattern and "E" not in command.pattern and command.number("--num-experts", 0):
+        raise ScheduleError(
+            f"the command has --num-experts, and its pattern {command.pattern:.20} no layer of "
+            f"experts (E): {command.script} builds other layers than Megatron-LM. Remove "
+            "--num-experts, or give the model with --model NAME"
         )
 
 

@@ -210,6 +210,7 @@ _FIXES = {
     # Megatron requires Transformer Engine even with --transformer-impl local.
     "apply_rope_fusion is not available": " Or add --no-rope-fusion: without it, Megatron needs "
     "Transformer Engine for RoPE even with --transformer-impl local.",
+    "persist_layer_norm not supported": ". Add --no-persist-layer-norm",
 }
 """The fix for a message of Megatron that does not name a flag, by a part of the message."""
 

@@ -336,6 +336,7 @@ def test_variables_that_megatron_checks_stay() -> None:
         ),
         ("python3 -m verl.trainer.main_ppo trainer.nnodes=4".split(), "main_ppo is no training"),
         (["pretrain_retro.py", "--bf16"], "trains a RETRO model"),
+        (["train_esm2.py", "--num-layers", "33"], "trains a protein .ESM. model"),
         (["mimo/train.py", "--model-provider", "llava_vlm"], "trains a vision-language model"),
         (["train.py", "--train-backend", "fsdp", "--wandb-key", "$KEY"], "without Megatron"),
     ],

@@ -556,6 +556,76 @@ def test_mindspeed_rl_has_a_file_for_its_model(tmp_path: Path) -> None:
     assert command.reference is Reference.FORWARD
 
 
+FLAGSCALE = """
+defaults:
+  - _self_
+  - train: 7b
+experiment:
+  task: {{type: train, backend: megatron, entrypoint: flagscale/train/{script}.py}}
+  runner: {{nnodes: 4, nproc_per_node: 8}}
+  envs: {{NVTE_FUSED_ATTN: 1, LOGLEVEL: INFO}}
+  load: null
+"""
+FLAGSCALE_TRAIN = """
+system:
+  tensor_model_parallel_size: 2
+  sequence_parallel: true
+  no_shared_fs: false
+  precision: {bf16: true}
+  checkpoint: {load: "${experiment.load}"}
+model:
+  num_layers: 32
+  hidden_size: 4096
+  num_attention_heads: 32
+  swiglu: true
+  multiple_of: 256
+  hidden_dim_multiplier: 1.3
+  finetune: false
+  optimizer: {adam_beta1: 0.9}
+data: {split: 1, tokenizer: {vocab_size: 100000}}
+"""
+FLAGSCALE_FLAGS = """
+    --tensor-model-parallel-size 2 --sequence-parallel --bf16 --num-layers 32 --hidden-size 4096
+    --num-attention-heads 32 --swiglu --adam-beta1 0.9 --split 1 --vocab-size 100000
+    --ffn-hidden-size 14336
+""".split()
+
+
+def test_an_experiment_of_flagscale(tmp_path: Path) -> None:
+    """FlagScale passes all settings as flags; the width of the MLP is that of Llama 3 8B."""
+    train = written(tmp_path, "train/7b.yaml", FLAGSCALE_TRAIN)
+    command = read_command([written(tmp_path, "train.yaml", FLAGSCALE.format(script="train_gpt"))])
+    assert [*command.flags] == FLAGSCALE_FLAGS
+    assert command.environment == {"NVTE_FUSED_ATTN": "1"}
+    assert launched_gpus(command)[0] == 32
+    assert [*read_command([train, "--fp16"]).flags] == [*FLAGSCALE_FLAGS, "--fp16"]
+
+
+def test_adapters_of_flagscale(tmp_path: Path) -> None:
+    adapters = "{peft_type: lora, lora_dim: 8, lora_alpha: 16, lora_target_modules: [linear_fc1]}"
+    text = FLAGSCALE_TRAIN.replace("{adam_beta1: 0.9}", adapters)
+    command = read_command([written(tmp_path, "7b.yaml", text)])
+    assert command.lora == LoraConfig(8, ("linear_fc1",))
+    assert not any(word.startswith("--lora") for word in command.flags)
+
+
+@pytest.mark.parametrize(
+    ("script", "setting", "message"),
+    [
+        ("train_rwkv", "", "trains a rwkv model"),
+        ("train_gpt", "use_dualpipev: true", "DualPipeV cannot be estimated"),
+        ("train_gpt", "hetero: {hetero_process_meshes: [1, 1, 2]}", "differ between GPUs"),
+    ],
+)
+def test_experiments_of_flagscale_that_are_not_estimated(
+    tmp_path: Path, script: str, setting: str, message: str
+) -> None:
+    text = FLAGSCALE_TRAIN.replace("no_shared_fs: false", setting or "no_shared_fs: false")
+    written(tmp_path, "train/7b.yaml", text)
+    with pytest.raises(ScheduleError, match=message):
+        read_command([written(tmp_path, "train.yaml", FLAGSCALE.format(script=script))])
+
+
 def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the keys of each setting and section."""
     entries: Iterable[tuple[Any, Any]] = ()
@@ -576,6 +646,7 @@ SAMPLES = {
         "  - model: [small]", "  - small"
     )
     + MINDSPEED_RL_BATCHES,
+    "FlagScale": FLAGSCALE_TRAIN + FLAGSCALE.format(script="train_gpt").partition("train: 7b")[2],
 }
 
 

@@ -11,7 +11,7 @@ from megatron_vshape.cli.main import main
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.command import Command, sizes_of
 from megatron_vshape.rehearsal.command_reader import read_command
-from megatron_vshape.rehearsal.start_rules import check_batch, violations_of
+from megatron_vshape.rehearsal.start_rules import check_batch, check_model, violations_of
 
 PP, TP = "--pipeline-model-parallel-size", "--tensor-model-parallel-size"
 VP, BATCH = "--num-virtual-stages-per-pipeline-rank", "--global-batch-size"
@@ -28,6 +28,17 @@ def command_of(flags: str) -> Command:
 def violations(flags: str, gpus: int | None = None) -> list[str]:
     command = command_of(flags)
     return [str(violation) for violation in violations_of(command, sizes_of(command, gpus))]
+
+
+@pytest.mark.parametrize(("pattern", "has_place"), [("M-M-*-", False), ("MEME*E", True)])
+def test_experts_need_a_layer_of_the_pattern(pattern: str, has_place: bool) -> None:
+    """Qwen3-Next of Pai-Megatron-Patch has experts in MLP layers: its 80B were estimated as 20B."""
+    command = command_of(f"--hybrid-override-pattern {pattern} --num-experts 8")
+    if has_place:
+        check_model(command)
+    else:
+        with pytest.raises(ScheduleError, match=r"no layer of experts \(E\)"):
+            check_model(command)
 
 
 RECIPES = {
