@@ -44,6 +44,7 @@ from megatron_vshape.rehearsal.shell_script import (
 from megatron_vshape.rehearsal.slime_scripts import SLIME_SIZES, with_slime_settings
 from megatron_vshape.rehearsal.verl_scripts import command_of_verl
 from megatron_vshape.rehearsal.yaml_files import section
+from megatron_vshape.rehearsal.zero_bubble_scripts import with_zero_bubble_flags
 
 _WITH_ENCODER = "vision-language"
 """Models whose configuration contains that of the language model, which is estimated."""
@@ -95,7 +96,7 @@ def read_command(words: Sequence[str]) -> Command:
     else:
         command = replace(command, flags=tuple(words))
     _reject_other_models(command)
-    command = _without_unknown(with_deepspeed_flags(command))
+    command = _without_unknown(with_zero_bubble_flags(with_deepspeed_flags(command)))
     command = _with_present_names(with_translated_flags(command))
     command = with_slime_settings(command)
     if not scripts and command.pattern and command.script == "pretrain_gpt.py":
@@ -131,6 +132,12 @@ def _with_present_names(command: Command) -> Command:
         if (value := command.value(flag, values[0])) not in values:
             notes.append(f"Megatron-Core has no {flag} {value}: estimated as {values[0]}.")
             command = command.having(**{option: values[0]})
+    if (optimizer := command.value("--optimizer", "adam") or "") != "adam" and "adam" in optimizer:
+        notes.append(f"--optimizer {optimizer} is estimated as adam.")
+        command = command.having(optimizer="adam")
+    if command.has("--use-legacy-models") and command.has("--use-flash-attn"):
+        notes.append("Legacy models with FlashAttention are estimated with Transformer Engine.")
+        command = command.having(transformer_impl=None)
     if command.has("--checkpoint-activations"):
         notes.append("--checkpoint-activations is estimated as full recomputation of every layer.")
         command = command.having(

@@ -26,6 +26,7 @@ _ENDS_ARE_LAYERS = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
+_LOCAL = {"transformer_impl": "local", "no_persist_layer_norm": True, "no_rope_fusion": True}
 _NORMALIZATIONS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 
 
@@ -49,7 +50,14 @@ def with_deepspeed_flags(command: Command) -> Command:
             "estimated, and DeepSpeed if it shards no more than the optimizer. Replace these flags "
             "by those of Megatron-LM"
         )
-    changes: dict[str, object] = {}
+    note = "DeepSpeed is estimated as Megatron's optimizer, sharded as by its ZeRO stage."
+    command = replace(command, notes=(*command.notes, note))
+    return command.without(_TRANSLATED.__contains__).having(**_changes(command, stage))
+
+
+def _changes(command: Command, stage: str) -> dict[str, object]:
+    """Return options of Megatron for those of DeepSpeed and for its defaults."""
+    changes: dict[str, object] = {"num_experts": None}  # 1: the model has no experts
     if stage[0] == "1" or command.has("--bf16"):
         changes["use_distributed_optimizer"] = True
     if groups := command.number("--num-key-value-heads", 0):
@@ -59,8 +67,9 @@ def with_deepspeed_flags(command: Command) -> Command:
         changes |= {"context_parallel_size": shards, "cp_comm_type": "a2a"}
     if (normalization := command.value("--normalization", "")) in _NORMALIZATIONS:
         changes["normalization"] = _NORMALIZATIONS[normalization]
+    has_flash = any(word.startswith("--use-flash-attn") for word in command.flags)
+    if not has_flash and shards == 1:
+        changes |= _LOCAL  # the default, in which attention keeps its scores
     if "embedding" in (command.value("--pp-partition-method") or ""):  # type:transformer|embedding
         changes |= dict.fromkeys(_ENDS_ARE_LAYERS, True)
-    note = "DeepSpeed is estimated as Megatron's optimizer, sharded as by its ZeRO stage."
-    command = replace(command, notes=(*command.notes, note))
-    return command.without(_TRANSLATED.__contains__).having(**changes)
+    return changes

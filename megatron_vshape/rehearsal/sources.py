@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import logging
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -187,17 +188,30 @@ def _reason_against(script: Path) -> str:
     if not script.is_file():
         return f"there is no {script} here"
     if _has_old_megatron(script.resolve().parent):
-        return f"{script} is of a Megatron without the package megatron.training"
+        oldest = ".".join(map(str, _OLDEST))
+        return f"{script} is of a Megatron-Core before {oldest}"
     missing = _missing_package(script)
     return f"{script} needs {missing}, which is not here" if missing else ""
 
 
 def _has_old_megatron(folder: Path) -> bool:
-    """Return whether a folder has a Megatron of before 2024, as that of Megatron-DeepSpeed.
+    """Return whether a folder has a Megatron that a dry run cannot import.
 
-    Its `megatron` is a regular package, which hides Megatron-Core's in all other folders.
+    Those of before 2024, as that of Megatron-DeepSpeed, are a regular package, which hides
+    Megatron-Core's in all other folders.
     """
-    return (folder / "megatron" / "__init__.py").is_file()
+    if (folder / "megatron" / "__init__.py").is_file():
+        return True
+    try:
+        text = (folder / "megatron" / "core" / "package_info.py").read_text()
+    except OSError:
+        return False
+    version = [*map(int, re.findall(r"(?m)^(?:MAJOR|MINOR) = (\d+)", text))]
+    return bool(version) and version < _OLDEST
+
+
+_OLDEST = [0, 16]
+"""The oldest Megatron-Core that a dry run imports from a checkout."""
 
 
 def hide_old_megatron() -> None:

@@ -42,8 +42,23 @@ def test_sizes_have_the_names_of_megatron() -> None:
     assert command.has("--account-for-embedding-in-pipeline-split")
     assert command.has("--account-for-loss-in-pipeline-split")
     assert not command.has("--zero-stage")
+    assert not command.has("--num-experts")
     assert "its ZeRO stage" in command.notes[0]
     assert not command_of("--zero-stage 0 --num-key-value-heads 0").has("--num-query-groups")
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_local"),
+    [
+        ("", True),
+        ("--use-flash-attn-v2", False),
+        ("--ds-sequence-parallel-size 2", False),  # needs Transformer Engine
+    ],
+)
+def test_attention_without_flash_attention_keeps_its_scores(flags: str, is_local: bool) -> None:
+    command = command_of(f"--deepspeed {flags}")
+    assert (command.value("--transformer-impl") == "local") == is_local
+    assert command.has("--no-persist-layer-norm") == is_local
 
 
 @pytest.mark.parametrize(

@@ -561,6 +561,19 @@ def test_old_flag_of_full_recomputation_is_translated() -> None:
     assert len(command.notes) == 1
 
 
+def test_optimizers_and_attention_of_forks_are_estimated_as_those_of_megatron() -> None:
+    """Legacy models use FlashAttention, in Megatron-Core only Transformer Engine does."""
+    words = "--optimizer fusedadamw --use-legacy-models --use-flash-attn --transformer-impl local"
+    command = read_command(["pretrain_gpt.py", *words.split()])
+    assert command.value("--optimizer") == "adam"
+    assert not command.has("--transformer-impl")
+    assert len(command.notes) == 2
+    words = "--optimizer muon --use-flash-attn --transformer-impl local"
+    command = read_command(["pretrain_gpt.py", *words.split()])
+    assert [*command.flags] == words.split()
+    assert not command.notes
+
+
 SMALLER_MODEL = (
     'def model_args() -> str:\n    return load_sibling_model_args(__file__, "moe", layers=7)\n'
 )

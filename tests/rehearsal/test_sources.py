@@ -104,15 +104,21 @@ def test_the_downloaded_megatron_can_be_imported_and_is_no_installed_one(
     assert sources.find_megatron(None, "x.py") is None
 
 
-def test_a_megatron_without_its_training_package_is_not_used(
+def test_an_old_megatron_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     script = tmp_path / "fork" / "pretrain_gpt.py"
     (script.parent / "megatron" / "core").mkdir(parents=True)
     script.write_text("from megatron import get_args")
-    assert sources.find_megatron(None, str(script)) == script.parent
-    (script.parent / "megatron" / "__init__.py").touch()
+    version = script.parent / "megatron" / "core" / "package_info.py"
+    for text in ("", "MAJOR = 0\nMINOR = 16\n", "MAJOR = 1\nMINOR = 0\n"):
+        version.write_text(text)
+        assert sources.find_megatron(None, str(script)) == script.parent
     MEGATRON.directory.joinpath(MEGATRON.folder).mkdir(parents=True)
+    version.write_text("MAJOR = 0\nMINOR = 9\nPATCH = 0\n")
+    assert sources.find_megatron(None, str(script)) == MEGATRON.directory
+    version.unlink()
+    (script.parent / "megatron" / "__init__.py").touch()
     monkeypatch.syspath_prepend(script.parent)
     assert sources.find_megatron(None, str(script)) == MEGATRON.directory
     assert str(script.parent) not in sys.path  # it would hide Megatron-Core
@@ -121,7 +127,7 @@ def test_a_megatron_without_its_training_package_is_not_used(
     sources.hide_old_megatron()
     assert "" not in sys.path
     assert sources.find_script(str(script), MEGATRON.directory) != script
-    assert "is of a Megatron without the package megatron.training" in caplog.text
+    assert "is of a Megatron-Core before 0.16" in caplog.text
 
 
 def test_a_command_whose_settings_need_megatron_downloads_it(
