@@ -28,6 +28,7 @@ from megatron_vshape.rehearsal.framework_files import (
     command_of_recipe,
     command_of_swift,
 )
+from megatron_vshape.rehearsal.hybrid_ratios import with_pattern
 from megatron_vshape.rehearsal.mindspeed_scripts import with_translated_flags
 from megatron_vshape.rehearsal.saved_config import (
     config_of_verl,
@@ -97,7 +98,7 @@ def read_command(words: Sequence[str]) -> Command:
         command = replace(command, flags=tuple(words))
     _reject_other_models(command)
     command = _without_unknown(with_zero_bubble_flags(with_deepspeed_flags(command)))
-    command = _with_present_names(with_translated_flags(command))
+    command = with_pattern(_with_present_names(with_translated_flags(command)))
     command = with_slime_settings(command)
     if not scripts and command.pattern and command.script == "pretrain_gpt.py":
         return replace(command, script="pretrain_hybrid.py")

@@ -574,6 +574,26 @@ def test_optimizers_and_attention_of_forks_are_estimated_as_those_of_megatron() 
     assert not command.notes
 
 
+@pytest.mark.parametrize("ratios", [(0.08, 0.5), (0.1, 0.0), (0.0, 0.4), (0.5, 0.5)])
+def test_ratios_of_layers_become_the_pattern_of_megatron(ratios: tuple[float, float]) -> None:
+    allocation = pytest.importorskip("megatron.core.models.hybrid.hybrid_layer_allocation")
+    for num_layers in (7, 24, 56):
+        words = f"--num-layers {num_layers} --hybrid-attention-ratio {ratios[0]}"
+        words += f" --hybrid-mlp-ratio {ratios[1]} --spec megatron.core mamba_stack_spec"
+        command = read_command(["pretrain_mamba.py", *words.split()])
+        assert command.pattern == allocation.pattern_from_ratios(num_layers, *ratios)
+        assert [*command.flags] == ["--hybrid-layer-pattern", command.pattern]
+    command = read_command(["pretrain_mamba.py", *words.split(), "--hybrid-override-pattern", "M*"])
+    assert command.pattern == "M*"
+
+
+@pytest.mark.parametrize("ratio", ["1.5", "-0.1", "half"])
+def test_invalid_ratios_of_layers_are_rejected(ratio: str) -> None:
+    words = ["--num-layers", "8", "--hybrid-mlp-ratio", ratio]
+    with pytest.raises(ScheduleError, match="no ratios with a sum of at most 1"):
+        read_command(["pretrain_mamba.py", *words])
+
+
 SMALLER_MODEL = (
     'def model_args() -> str:\n    return load_sibling_model_args(__file__, "moe", layers=7)\n'
 )
