@@ -57,6 +57,7 @@ REPOSITORIES = {
     "RLinf/RLinf": YAML,
     "inclusionAI/AReaL": YAML,
     "NVIDIA-NeMo/Nemotron": YAML,
+    "AI-Hypercomputer/gpu-recipes": Scripts(re.compile("scripts/performance/"), ["sh"]),
     "flagos-ai/FlagScale": Scripts(re.compile("backend: megatron"), ["yaml"]),
     "deepspeedai/Megatron-DeepSpeed": MEGATRON,
     "bigscience-workshop/bigscience": MEGATRON,

@@ -25,6 +25,7 @@ from megatron_vshape.rehearsal.dry_run_flags import FILES, variables_of_step
 from megatron_vshape.rehearsal.framework_files import (
     check_format,
     command_of_framework,
+    command_of_performance,
     command_of_recipe,
     command_of_swift,
 )
@@ -405,7 +406,8 @@ def _command_of_json(
 
 
 def _framework_command(words: Sequence[str]) -> Command | None:
-    return command_of_swift(words) or command_of_verl(words) or command_of_recipe(words)
+    readers = (command_of_swift, command_of_verl, command_of_recipe, command_of_performance)
+    return next(filter(None, (reader(words) for reader in readers)), None)
 
 
 def _with_launcher_of(outer: Command, command: Command) -> Command:

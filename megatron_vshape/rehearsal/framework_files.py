@@ -9,12 +9,18 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
 from megatron_vshape.rehearsal.command import NODES, PROCESSES, Command
 from megatron_vshape.rehearsal.flagscale_files import command_of_flagscale
+from megatron_vshape.rehearsal.performance_scripts import (
+    RECIPE,
+    config_of_performance,
+    options_of_performance,
+)
 from megatron_vshape.rehearsal.rank_job import LoraConfig, Reference
 from megatron_vshape.rehearsal.rl_files import command_of_rl
 from megatron_vshape.rehearsal.saved_config import (
@@ -24,6 +30,7 @@ from megatron_vshape.rehearsal.saved_config import (
 )
 from megatron_vshape.rehearsal.yaml_files import (
     environment_value,
+    number,
     read_with_parents,
     scalar,
     section,
@@ -164,6 +171,22 @@ def _command_of_primus(
     flags, unknown = flags_of_arguments(module | settings)
     _warn_of_unknown(name for name in unknown if settings.get(name))
     return Command("pretrain_gpt.py", tuple(flags))
+
+
+def command_of_performance(words: Sequence[str]) -> Command | None:
+    """Read a command of Megatron-Bridge's scripts/performance, which names a recipe."""
+    options = options_of_performance(words)
+    if options is None:
+        return None
+    recipe = str(options[RECIPE])
+    command = _command_with_recipe(Path(recipe), recipe, config_of_performance(options), ())
+    if options.get("compute_dtype") == "fp8_cs":  # without Bridge's layers in bf16
+        command = command.having(first_last_layers_bf16=None)
+    if options.get("num_gpus") in (None, True):  # a variable without a value
+        return command
+    processes = number(options, "gpus_per_node", 8)
+    nodes = -(-number(options, "num_gpus") // processes)
+    return replace(command, launched={NODES: str(nodes), PROCESSES: str(processes)})
 
 
 def command_of_recipe(words: Sequence[str]) -> Command | None:

@@ -107,6 +107,12 @@ sed() { # only substitutions of plain text: sed itself can execute commands and 
     done
     printf '%s\n' "$__text"
 }
+__script() { # send a script that is written to a file, which later commands start
+    local __line || return
+    __send "F$1"
+    while IFS= read -r __line || [[ -n $__line ]]; do __send "W$__line"; done
+    __send Z
+}
 __source() { # ask Python for a copy of a file, under a name without a slash
     __send "S$PWD"
     __send "W$1"

@@ -54,7 +54,16 @@ _REWRITTEN = (
     # A guard that ends the script; a missing value is reported if it matters.
     (re.compile(r"\$\{(\w+):?\?[^{}]*\}"), r"${\1}"),
     (re.compile(r"=<[A-Za-z][^<>\n]*>"), "=@{placeholder}"),  # as in CHECKPOINT=<path>
-    # Output to files is discarded: a restricted shell would skip the command.
+    # A script that is written to a file is sent by a function.
+    (
+        re.compile(
+            r"""(?m)^((?!.*(?:\(\(|\[\[)).*[ \t)])>>?[ \t]*"""
+            r"""("[^"\n]*\.(?:sh|bash|slurm|sbatch)"|[^\s&|;<>()"'`]+\.(?:sh|bash|slurm|sbatch))"""
+            r"""(?=[ \t]*(?:$|[&;]|<<|\#))"""
+        ),
+        r"\1| __script \2",
+    ),
+    # Output to other files is discarded: a restricted shell would skip the command.
     (re.compile(r"&>>?[ \t]*/dev/null\b|>&[ \t]*/dev/null\b"), ">&9 2>&9"),
     (re.compile(r">>?[ \t]*/dev/null\b"), ">&9"),
     (
@@ -149,6 +158,7 @@ class Expansion:
     arrays: dict[str, list[str]] = field(default_factory=dict)
     texts: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
+    written: dict[str, str] = field(default_factory=dict)  # scripts by the names of their files
 
 
 def expand_script(
@@ -177,7 +187,7 @@ def expand_script(
         run.execute(Path(folder), text, parameters)
     expansion = run.expansion
     for record in list(expansion.records) if depth < _MAX_DEPTH else ():
-        for inner in _inner_scripts(record, path):
+        for inner in _inner_scripts(record, path, expansion.written):
             inner_expansion = expand_script(*inner, depth=depth + 1)
             expansion.records.extend(inner_expansion.records)
             expansion.texts.extend(inner_expansion.texts)
@@ -188,7 +198,9 @@ def expand_script(
 _Inner = tuple[str, Path, Sequence[str], Mapping[str, str], Sequence[str]]
 
 
-def _inner_scripts(record: RecordedCommand, path: Path) -> Iterator[_Inner]:
+def _inner_scripts(
+    record: RecordedCommand, path: Path, written: Mapping[str, str]
+) -> Iterator[_Inner]:
     """Yield the command lines in quotes and the scripts among the words of a command."""
     for index, word in enumerate(record.words):
         launcher = (*record.launcher, *record.words[:index])
@@ -196,10 +208,13 @@ def _inner_scripts(record: RecordedCommand, path: Path) -> Iterator[_Inner]:
             text = word.partition("=")[2] if re.match(r"--\w[\w-]*=", word) else word
             yield text, path, record.words[index + 1 :], record.environment, launcher
         elif re.search(r"\.(sh|bash|slurm|sbatch)$", word) and not word.startswith("-"):
+            parameters = record.words[index + 1 :]
+            if (name := os.path.normpath(word)) in written:
+                yield written[name], path, parameters, record.environment, launcher
+                return
             file = _find_file(word, os.getcwd(), path)
             with suppress(OSError, ValueError):
                 if file is not None and file != path:
-                    parameters = record.words[index + 1 :]
                     yield file.read_text(), file, parameters, record.environment, launcher
             return
         elif word.endswith(".py"):
@@ -294,7 +309,7 @@ class _BashRun:
                         replies.flush()
                 else:
                     self._add(first, words)
-            elif piece[:1] in ("B", "A", "S", "O"):
+            elif piece[:1] in ("B", "A", "S", "O", "F"):
                 pieces[process] = [piece]
             else:
                 pieces.setdefault(process, [""]).append(piece)
@@ -326,6 +341,11 @@ class _BashRun:
         words = [piece[1:] for piece in pieces if piece.startswith("W")]
         if first.startswith("A"):
             self.expansion.arrays[first[1:]] = words
+            return
+        if first.startswith("F"):
+            name = os.path.normpath(first[1:])
+            text = self.expansion.written.get(name, "")
+            self.expansion.written[name] = "".join([text, *(f"{line}\n" for line in words)])
             return
         pairs = [piece[1:].partition("=") for piece in pieces if piece.startswith("E")]
         environment = {name: value for name, _, value in pairs if name != "PATH"}

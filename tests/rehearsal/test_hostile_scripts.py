@@ -45,6 +45,8 @@ unset -f __debug command_not_found_handle set; __debug() { return 0; }; ./evil; 
 readonly __text=: __words=:; declare -r __part=1; ./evil; rm victim/file
 enable -a; enable kill exec; builtin exec ./evil; command exec ./evil; enable -f ./evil.so evil
 builtin trap - DEBUG; builtin set +r; command set +r; set +o restricted; ./evil; /bin/touch victim/new
+cat > run.sh <<< 'touch victim/new; ./evil; rm -rf victim'; bash run.sh; . ./run.sh; sh ./run.sh
+echo './evil; touch victim/new' >> "$PWD/victim/run.sh"; bash "$PWD/victim/run.sh"; printf x > evil.sh
 PATH=.:/bin:$PATH; export PATH=.:/bin; evil; touch victim/new; declare -x PATH=.; P=PATH; eval "$P=."; evil
 hash -p ./evil evil; evil; BASH_CMDS[ok]=/bin/touch; ok victim/new; command -p touch victim/new
 export LD_PRELOAD=./evil.so; LD_PRELOAD=./evil.so seq 1; p=LD_PRELOAD; export $p=./evil.so; seq 1; declare -x "$p=./evil.so"; nl x
