@@ -73,6 +73,10 @@ def _leave_generators_alone() -> None:
     for module in trackers:
         module.CudaRNGStatesTracker.add = lambda self, *_, **__: None
         module.CudaRNGStatesTracker.fork = _null_context
+    with suppress(ImportError):  # its dependencies may be missing
+        fsdp: Any = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
+        # The state is that of another rank.
+        fsdp.FullyShardedDataParallel.sync_rng_states_across_tp_group = lambda self: None
 
 
 def _null_context(*unused: Any, **options: Any) -> nullcontext[None]:

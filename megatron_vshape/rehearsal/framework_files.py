@@ -182,11 +182,23 @@ def command_of_performance(words: Sequence[str]) -> Command | None:
     command = _command_with_recipe(Path(recipe), recipe, config_of_performance(options), ())
     if options.get("compute_dtype") == "fp8_cs":  # without Bridge's layers in bf16
         command = command.having(first_last_layers_bf16=None)
+    if command.has("--use-megatron-fsdp"):
+        command = command.having(**_FSDP)
+    if not command.has("--micro-batch-size"):
+        logger.warning("%s: microbatches of 1 sample are assumed, set --micro_batch_size", recipe)
+        command = command.having(micro_batch_size=1)
     if options.get("num_gpus") in (None, True):  # a variable without a value
         return command
     processes = number(options, "gpus_per_node", 8)
     nodes = -(-number(options, "num_gpus") // processes)
     return replace(command, launched={NODES: str(nodes), PROCESSES: str(processes)})
+
+
+_FSDP = {
+    "data_parallel_sharding_strategy": "optim_grads_params",
+    "ckpt_format": "fsdp_dtensor",
+}
+"""Settings of Bridge's performance scripts with Megatron-FSDP."""
 
 
 def command_of_recipe(words: Sequence[str]) -> Command | None:

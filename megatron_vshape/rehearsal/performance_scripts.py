@@ -119,9 +119,10 @@ def _layers_of_stages(recipe: str, model: Mapping[str, Any]) -> dict[str, Any]:
     )
     if recipe in _COUNTS_ENDS and ranks > 1:
         return dict.fromkeys(_ENDS, True)
-    num_layers = _NUM_LAYERS.get(recipe)
-    if num_layers is None or "pipeline_model_parallel_layout" in model:
-        return {}
+    layout, num_layers = model.get("pipeline_model_parallel_layout"), _NUM_LAYERS.get(recipe)
+    if num_layers is None or layout is not None:
+        num_predicting = str(layout).count("m") if "[" not in str(layout) else 0
+        return {"mtp_num_layers": num_predicting} if num_predicting else {}
     return {"pipeline_model_parallel_layout": _layout(num_layers, ranks * chunks)}
 
 

@@ -46,7 +46,8 @@ def test_options_become_flags_and_gpus() -> None:
         ("-c bf16 --moe_a2a_overlap true", "--overlap-moe-expert-parallel-comm"),
         ("-c bf16 --cuda_graph_impl local", "--cuda-graph-impl local"),
         ("-c bf16 --moe_flex_dispatcher_backend deepep", "--moe-token-dispatcher-type flex"),
-        ("-c bf16 --use_megatron_fsdp true", "--use-megatron-fsdp"),
+        ("-c bf16 --use_megatron_fsdp true", "--ckpt-format fsdp_dtensor"),
+        ("-c bf16 -mb None", "--micro-batch-size 1"),
     ],
 )
 def test_settings_of_performance(options: str, flags: str) -> None:
@@ -60,6 +61,11 @@ def test_layers_of_recipes_that_ranks_do_not_divide() -> None:
     command = command_of("-c bf16", "--model_recipe_name deepseek_v3")
     layout = f"E{'t' * 16}|{'t' * 16}|{'t' * 16}|{'t' * 13}L"
     assert command.value("--pipeline-model-parallel-layout") == layout
+    layout = "Et*16|t*16|t*16|t*13mL"
+    options = f"-c bf16 --pipeline_model_parallel_layout {layout}"
+    command = command_of(options, "--model_recipe_name deepseek_v3")
+    assert command.value("--pipeline-model-parallel-layout") == layout
+    assert command.number("--mtp-num-layers", 0) == 1
     command = command_of("-c bf16", "--model_name qwen3 --model_size 235b_a22b")
     assert command.model_name == "qwen3_235b_a22b"
     assert command.has("--account-for-embedding-in-pipeline-split")

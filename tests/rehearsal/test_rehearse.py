@@ -376,6 +376,13 @@ def test_fsdp_exchanges_in_every_microbatch(warm: Warm, tmp_path: Path) -> None:
     }
 
 
+def test_fsdp_with_tensor_parallelism(warm: Warm, tmp_path: Path) -> None:
+    """The state of random numbers of tensor-parallel rank 0 was awaited, and every run failed."""
+    flags = [*TINY, *FSDP, "--tensor-model-parallel-size", "2", "--global-batch-size", "16"]
+    _, report = rehearse(warm, tmp_path, flags, "--gpus", "4")
+    assert report["ranks"][0]["microbatches"] == 4
+
+
 def test_a_costs_file_is_counted(
     warm: Warm, tmp_path: Path, v_half: tuple[str, dict[str, Any], Path]
 ) -> None:
