@@ -164,6 +164,12 @@ def test_finer_costs_allow_a_placement_with_less_bubble() -> None:
     assert plan(fine, 4, 12, 4, steps=STEPS).schedule.placement == v_shape(4)
 
 
+def test_strategy_has_the_time_of_its_fastest_placement() -> None:
+    result = plan(Costs.uniform(4, 16, *REAL), 4, 12, 8, steps=STEPS)
+    (strategy,) = result.evaluated_strategies
+    assert strategy.value == pytest.approx(result.value)
+
+
 def test_error_names_the_minimum_over_placements() -> None:
     # Device 0 has both outer stages in a V, and one of them in a loop.
     memory = (3.0, 1.0, 1.0, 3.0)

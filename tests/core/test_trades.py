@@ -79,6 +79,7 @@ def test_plan_chooses_offloaded_activations() -> None:
         check_plan(result, costs, limit) for result, limit in zip(plans, limits, strict=True)
     ]
     assert plans[0].value > plans[1].value
+    assert plans[0].value < 90  # 117 with copies that leave a higher peak, as the link is full
     assert 96 >= offload_counts[0] > offload_counts[1] > 0
     plain = plan(without_copies(costs), 4, 12, 24.0, steps=40_000)
     unlimited = plan(costs, 4, 12, 24.0, trades=True, steps=40_000)
