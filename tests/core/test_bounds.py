@@ -93,6 +93,13 @@ def test_span_excludes_start_up() -> None:
     assert lower_bound(costs, v_shape(4), 4, 16, [8.0] * 4, span=True) == 96
 
 
+@pytest.mark.parametrize("span", [False, True])
+def test_memory_of_one_microbatch_bounds_the_time_of_the_next(span: bool) -> None:
+    costs = Costs.uniform(2, 2, 1, 1, 1, 2)
+    # One microbatch: passes of 2 (F F B B W) and two messages of 2.
+    assert lower_bound(costs, linear(2), 2, 2, [2.5] * 2, span) == 2 * 14
+
+
 def test_minimum_memory() -> None:
     costs = Costs.uniform(3, 6, 1, 1, 1, 0.25)
     assert min_memory(costs, v_shape(3), 3) == (2, 2, 2)
