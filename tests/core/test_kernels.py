@@ -2,6 +2,7 @@
 
 import random
 from itertools import product
+from typing import Any
 
 import pytest
 from bench_posting import share_posted_early
@@ -27,7 +28,7 @@ from megatron_vshape.core.program.instructions import (
     Run,
     Send,
 )
-from megatron_vshape.core.program.kernels import deadlocks_under_device_sync
+from megatron_vshape.core.program.kernels import _EventOrder, deadlocks_under_device_sync
 from megatron_vshape.core.program.lowering import forward_wave
 
 HEALTHY = list(HealthCheck)
@@ -162,6 +163,24 @@ def test_early_started_steps_do_not_hang(schedule: Schedule) -> None:
     )
     assert sent_messages == posted_messages
     assert runs_to_completion(tuple(first), 1.0, 0)
+
+
+@pytest.mark.parametrize("name", ["v-half", "v-zb", "interleaved-1f1b"])
+def test_events_stay_in_the_order_of_their_waits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This order shows whether a receive that is posted earlier can deadlock."""
+    post = _EventOrder.posts_at
+
+    def post_and_check(order: _EventOrder, *arguments: Any) -> bool:
+        is_posted = post(order, *arguments)
+        for event, awaited_events in enumerate(order._ahead):
+            assert all(order._at[awaited] < order._at[event] for awaited in awaited_events)
+        return is_posted
+
+    monkeypatch.setattr(_EventOrder, "posts_at", post_and_check)
+    schedule = make(name, 4, 8)
+    lower(schedule, simulate(schedule), kernels=True)
 
 
 def test_always_posting_earlier_hangs() -> None:
