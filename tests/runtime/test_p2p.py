@@ -25,7 +25,8 @@ from megatron_vshape.core.paper.catalogue import make
 from megatron_vshape.core.planner.vocabulary import share_vocabulary
 from megatron_vshape.core.program.instructions import Message, Program, Send, Stream
 from megatron_vshape.core.program.lowering import lower
-from megatron_vshape.runtime import failures, nccl, p2p
+from megatron_vshape.runtime import device_collectives, failures, nccl, p2p
+from megatron_vshape.runtime.device_collectives import DeviceCollectives
 from megatron_vshape.runtime.failures import Watch
 from megatron_vshape.runtime.p2p import (
     Edge,
@@ -67,9 +68,15 @@ def send_to_a_late_receiver(rank: int) -> None:
             transport.poll()
         assert transport._sends.left() == messages
         assert not any(storage.expired() for storage in storages)
+        place = Place()
+        place.instruction, place.last_pass = Send(messages[-1]), messages[-1].work
+        assert transport.describe(place) == (
+            "rank 0 (device 0): F0.0 waits for a receive of rank 1 (device 1) for F1.0"
+        )
         del tensor, garbage
         transport.drain()
         assert transport._sends.left() == []
+        assert transport.describe(place) == "rank 0 (device 0): after F0.2"
         assert all(storage.expired() for storage in storages)
     else:
         time.sleep(0.5)
@@ -509,6 +516,7 @@ def test_rank_activity_is_reported_without_a_device_query(
     assert "before its first pass" in rank.transport.describe(Place())
     assert rank.transport._describe_last() == "rank 1 (device 1): at B1.0, or in a pass after it"
     assert rank.told.wait(5)
+    assert rank.transport.describe(Place()) == SENDS
     assert threads
     assert name not in threads
 
@@ -583,6 +591,24 @@ needs_nccl = pytest.mark.skipif(
 
 def like(options: Any) -> Any:
     return SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=options))
+
+
+def test_collectives_queued_before_the_end_of_a_run_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(device_collectives, "has_peers", lambda: True)
+    monkeypatch.setattr(DeviceCollectives, "connect", lambda _: None)
+    collectives = DeviceCollectives([0], lambda _: dist.ProcessGroup(0, 1), torch.device("cpu"), 20)
+    started, released = threading.Event(), threading.Event()
+    running = collectives.begin(lambda: (started.set(), released.wait(5))[1], ())
+    queued = collectives.begin(lambda: None, ())
+    assert started.wait(5)
+    collectives.close()
+    released.set()
+    assert running.result()
+    with pytest.raises(RuntimeError, match="the run has ended while devices were to meet"):
+        queued.wait()
 
 
 @needs_nccl
