@@ -138,6 +138,24 @@ def test_first_log_lines_report_the_peak_of_every_rank(tmp_path: Path) -> None:
     assert "including model states of 18 18 18 31 GiB" in log
 
 
+@pytest.mark.parametrize(
+    ("placement", "rows", "relative_peak"),
+    [
+        ((0, 1), ("F0.0 BW0.0", "F1.0 BW1.0"), 1 / 2),
+        ((0, 1, 0), ("F0.0 F2.0 BW2.0 BW0.0", "F1.0 BW1.0"), 2 / 3),  # 1F1B has two stages
+    ],
+)
+def test_peak_is_relative_to_1f1b(
+    placement: tuple[int, ...], rows: tuple[str, ...], relative_peak: float
+) -> None:
+    order = tuple(tuple(map(Pass.parse, row.split())) for row in rows)
+    schedule = Schedule("one at a time", 2, 1, placement, order)
+    costs = Costs.uniform(2, len(placement))
+    choice = ScheduleChoice(2, schedule.name, from_file=schedule, costs=costs)
+    plan = Planner(choice).plan_step(1)
+    assert plan.relative_peak == pytest.approx(relative_peak)
+
+
 def stages_by_last_wgrad(program: Program) -> list[list[int]]:
     """Return the stages of every rank in the order of their last weight gradients."""
     return [
