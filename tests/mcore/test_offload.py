@@ -8,12 +8,14 @@ import pytest
 from mcore.farm import Ended, Farm, Train
 from mcore.parity import EXPERT_PARALLEL, RECOMPUTE, SEQUENCE, UNTIED, assert_same_bits
 from mcore.ranks import run_ranks
+from mcore.rejections import rejection
 from mcore.test_memory import memory_figures
 from offloaded import choose_all, choose_every_third, with_offloads
 
 from megatron_vshape.core.check.simulate import HOST_BLOCKS, peak_moved
 from megatron_vshape.core.model.amounts import GIB
 from megatron_vshape.core.model.costs import Costs
+from megatron_vshape.core.model.kinds import COPY_BACK, COPY_OUT
 from megatron_vshape.core.model.schedule import Schedule
 from megatron_vshape.core.paper.catalogue import NAMES, make
 from megatron_vshape.mcore.features.offload import check_offloading
@@ -21,6 +23,7 @@ from megatron_vshape.mcore.options import MEGATRONS_OWN, Options
 from megatron_vshape.mcore.refusals import UnsupportedError
 from megatron_vshape.mcore.setup.choice import resolve_schedule
 from megatron_vshape.mcore.setup.plans import Planner
+from megatron_vshape.mcore.setup.run_config import ScheduleChoice
 from megatron_vshape.runtime.offload import Copies, costs_with_copies
 
 STEPS = ("--clip-grad", "0", "--train-iters", "3", "--eval-interval", "2", "--eval-iters", "1")
@@ -272,12 +275,28 @@ def test_slices_are_offloaded_except_keys_and_values(
     assert max(measured) < 0.95 * max(memory_figures(alone)[0])
 
 
+def test_estimated_copy_lasts_as_long_as_the_forward_of_its_stage() -> None:
+    schedule, estimate = with_offloads(make("v-half", 2, 4)), Costs.uniform(2, 4, 1.5)
+    choice = ScheduleChoice(2, "own", from_file=schedule, estimate=estimate)
+    costs = Planner(choice).plan_step(4).costs
+    assert costs is not None
+    for kind in (COPY_OUT, COPY_BACK):
+        assert [costs.time_us(kind, stage) for stage in range(4)] == [1.5] * 4
+
+
 def test_offloading_rejects_cuda_graphs() -> None:
     graphs = Namespace(cuda_graph_impl="transformer_engine")
     check_offloading(True, Namespace(), "plan.json")
     check_offloading(False, graphs, "plan.json")
     with pytest.raises(UnsupportedError, match="offloads activations, which CUDA graphs do not"):
         check_offloading(True, graphs, "plan.json")
+
+
+def test_schedule_file_with_copies_rejects_cuda_graphs(tmp_path: Path) -> None:
+    file = tmp_path / "schedule.json"
+    file.write_text(with_offloads(make("v-half", 4, 8)).to_json())
+    reason = rejection("--pipeline-schedule", str(file), "--cuda-graph-impl", "transformer_engine")
+    assert "offloads activations, which CUDA graphs do not support" in reason
 
 
 def find_stream_faults(rank: int) -> list[list[str]]:
