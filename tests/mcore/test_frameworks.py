@@ -18,11 +18,13 @@ from mcore.farm import Farm
 from mcore.parity import assert_close_tensors, join_rows
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
+from torch import nn
 
 import megatron_vshape
 from megatron_vshape.core.model.costs import Costs
-from megatron_vshape.mcore.frameworks import adapt_frameworks, roll
+from megatron_vshape.mcore.frameworks import adapt_frameworks, nemo_rl, roll
 from megatron_vshape.mcore.frameworks.verl import FRAMEWORK, moe_layers_of_stages
+from megatron_vshape.mcore.hook import Replaced
 from megatron_vshape.mcore.hooks import core_hooks
 from megatron_vshape.mcore.hooks import session as hooks
 from megatron_vshape.mcore.hooks.session import Session
@@ -330,3 +332,25 @@ def test_weights_are_loaded_on_the_rank_of_their_stage(monkeypatch: pytest.Monke
     finally:
         session.process.replaced.undo()
     assert expected_places(EMBEDDING) == [(0, 0), (1, 1)]
+
+
+@pytest.mark.parametrize(("is_loaded", "names"), [(True, ["0.weight", "1.weight"]), (False, [])])
+def test_reference_of_nemo_rl_has_the_weights_of_all_chunks(
+    is_loaded: bool, names: list[str]
+) -> None:
+    chunks: list[Any] = [nn.Linear(2, 2, bias=False) for _ in range(2)]
+    for chunk in chunks:
+        chunk.config = chunk.pg_collection = None
+    setup: Any = SimpleNamespace(get_model=lambda: chunks)
+
+    def setup_reference_model_state() -> dict[str, Any]:
+        first_chunk = setup.get_model()[0]
+        return dict(first_chunk.state_dict()) if is_loaded else {}
+
+    worker: Any = SimpleNamespace(
+        setup_model_and_optimizer=lambda policy: None,
+        setup_reference_model_state=setup_reference_model_state,
+    )
+    session: Any = SimpleNamespace(process=SimpleNamespace(replaced=Replaced()))
+    nemo_rl._keep_built_chunks(session, worker, setup)
+    assert list(worker.setup_reference_model_state()) == names
