@@ -79,35 +79,35 @@ def options_of_performance(words: Sequence[str]) -> dict[str, Any] | None:
 
 def config_of_performance(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options as overrides of a recipe of Megatron-Bridge."""
-    given = {name: value for name, value in options.items() if value is not None}
-    model: dict[str, Any] = {name: given[name] for name in _MODEL if name in given}
+    values = {name: value for name, value in options.items() if value is not None}
+    model: dict[str, Any] = {name: values[name] for name in _MODEL if name in values}
     model["sequence_parallel"] = model.get("tensor_model_parallel_size", 1) > 1
-    model |= _layers_of_stages(str(given[RECIPE]), model) | _memory_settings(given)
-    if "cuda_graph_scope" in given:
-        model["cuda_graph_scope"] = str(given["cuda_graph_scope"]).split(",")
-    if given.get("moe_a2a_overlap"):
+    model |= _layers_of_stages(str(values[RECIPE]), model) | _memory_settings(values)
+    if "cuda_graph_scope" in values:
+        model["cuda_graph_scope"] = str(values["cuda_graph_scope"]).split(",")
+    if values.get("moe_a2a_overlap"):
         model |= {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
-    if backend := given.get("moe_flex_dispatcher_backend"):
+    if backend := values.get("moe_flex_dispatcher_backend"):
         model |= {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}
-    dtype = str(given.get("compute_dtype", "bf16"))
+    dtype = str(values.get("compute_dtype", "bf16"))
     return {
         "model": model,
-        "train": {name: given[name] for name in _TRAIN if name in given},
+        "train": {name: values[name] for name in _TRAIN if name in values},
         "mixed_precision": _PRECISIONS.get(dtype, dtype),
-        "ddp": {"use_megatron_fsdp": True} if given.get("use_megatron_fsdp") else {},
+        "ddp": {"use_megatron_fsdp": True} if values.get("use_megatron_fsdp") else {},
     }
 
 
-def _memory_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+def _memory_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of recomputation and offloading."""
     settings: dict[str, Any] = {}
-    if num_recomputed := given.get("recompute_num_layers"):
+    if num_recomputed := values.get("recompute_num_layers"):
         settings |= {"recompute_granularity": "full", "recompute_method": "block"}
         settings["recompute_num_layers"] = num_recomputed
-    if modules := given.get("recompute_modules"):
+    if modules := values.get("recompute_modules"):
         settings["recompute_modules"] = str(modules).split(",")
         settings["recompute_granularity"] = "selective"
-    if num_offloaded := given.get("activation_offload_layers"):
+    if num_offloaded := values.get("activation_offload_layers"):
         settings |= {"cpu_offloading": True, "cpu_offloading_num_layers": num_offloaded}
     return settings
 

@@ -230,10 +230,10 @@ def test_no_pass_is_delayed(data: st.DataObject) -> None:
     schedule = fuse(simulate(schedule, costs))
     deferred = deferred_weight_overlap(simulate(schedule, costs))
     weights = {overlap.weights for overlap in deferred.values()}
-    before = replay(schedule, costs)
-    after = replay(schedule, costs, durations_of(schedule, costs, deferred))
-    for work in before.keys() - weights:
-        assert after[work][0] <= before[work][0] + 1e-9
+    times = replay(schedule, costs)
+    deferred_times = replay(schedule, costs, durations_of(schedule, costs, deferred))
+    for work in times.keys() - weights:
+        assert deferred_times[work][0] <= times[work][0] + 1e-9
     for row in schedule.order:
         for work, following in zip(row, row[1:], strict=False):
             if work in deferred:

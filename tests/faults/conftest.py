@@ -87,7 +87,7 @@ def inject(farm: Farm, tmp_path: Path) -> Inject:
 
     def run(faults: list[dict[str, Any]], *arguments: str, timeout_s: float = 120.0) -> Ended:
         noted_faults = [fault | {"note": str(tmp_path / "struck")} for fault in faults]
-        options = {"timeout_s": timeout_s, "plugin": "faults.injection", "given": noted_faults}
+        options = {"timeout_s": timeout_s, "plugin": "faults.injection", "argument": noted_faults}
         return farm.run(4, *arguments, **options)
 
     return run

@@ -28,7 +28,7 @@ def soak(farm: Farm, steps: int, every: int, folder: Path, *arguments: str) -> E
     flags = [*SMALL.split(), UNTIED, "--train-iters", str(steps), *arguments]
     settings = {"every": every, "folder": str(folder)}
     return farm.run(
-        RANKS, *flags, plugin="faults.soak", given=settings, timeout_s=300 + 4 * steps
+        RANKS, *flags, plugin="faults.soak", argument=settings, timeout_s=300 + 4 * steps
     ).check()
 
 

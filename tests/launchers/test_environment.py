@@ -181,9 +181,9 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Process:
     return Process(monkeypatch)
 
 
-@pytest.mark.parametrize(("given", "kernels", "names", "expands"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("config", "kernels", "names", "expands"), CASES.values(), ids=CASES)
 def test_schedule_sets_exactly_its_required_variables(
-    given: dict[str, Any],
+    config: dict[str, Any],
     kernels: bool,
     names: set[str],
     expands: bool,
@@ -191,14 +191,14 @@ def test_schedule_sets_exactly_its_required_variables(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO):
-        variables = process.complete(options(**given), kernels)
+        variables = process.complete(options(**config), kernels)
     assert variables == {name: EVERYTHING[name] for name in names}
     assert process.allocator == [SEGMENTS] * expands
     (line,) = caplog.messages
     assert line.startswith("set in this process for schedule v-half: ")
     assert all(f"{name}={EVERYTHING[name]} (" in line for name in names)
     assert (f"torch's allocator={SEGMENTS} (" in line) == expands
-    process.again(options(**given), kernels)
+    process.again(options(**config), kernels)
     assert caplog.messages == [line]
     assert process.allocator == [SEGMENTS] * expands
 

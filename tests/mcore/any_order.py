@@ -55,7 +55,7 @@ def drawn(like: Schedule, seed: int) -> Schedule:
     return schedule
 
 
-def start(rank: int, given: object) -> None:
+def start(rank: int, argument: object) -> None:
     """Make every training step of this process run a different random schedule."""
     original = PipelineRunner._program
     steps = 0

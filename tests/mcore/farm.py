@@ -180,14 +180,14 @@ class Farm:
         timeout_s: float = 300.0,
         live: bool = False,
         plugin: str = "",
-        given: Any = None,
+        argument: Any = None,
         stock: bool = False,
     ) -> Ended:
         """Train on `ranks` ranks, all one pipeline unless the arguments specify otherwise.
 
         The flags in `without`, and their values, are removed from `MODEL`. With `live` the second
         training step is counted byte by byte. Every rank first calls the function `plugin`, which
-        is named "module:function" or by the module of a `start`, with its number and `given`. A
+        is named "module:function" or by the module of a `start`, with its number and `argument`. A
         `stock` run has none of our hooks.
         """
         self._runs += 1
@@ -201,7 +201,7 @@ class Farm:
             "timeout_s": timeout_s,
             "live": live,
             "plugin": plugin,
-            "given": given,
+            "argument": argument,
             "stock": stock,
         }
         self._requests.write(json.dumps(order) + "\n")
@@ -343,7 +343,7 @@ def _become_rank(rank: int, port: int, order: dict[str, Any], source: Any, recor
         records.count_live_bytes()
     if order["plugin"]:
         module, _, function = order["plugin"].partition(":")
-        getattr(importlib.import_module(module), function or "start")(rank, order["given"])
+        getattr(importlib.import_module(module), function or "start")(rank, order["argument"])
     try:
         exec(source, {"__name__": "__main__", "__file__": str(SCRIPT)})
     except SystemExit as exit_:

@@ -51,7 +51,7 @@ class FusedAdam(torch.optim.Optimizer):
             )
 
 
-def start(rank: int, given: object) -> None:
+def start(rank: int, argument: object) -> None:
     """Have Megatron find it where it looks for Apex's."""
     optimizers.Adam = distrib_optimizer.Adam = FusedAdam
     optimizers.USING_PYTORCH_OPTIMIZER = False

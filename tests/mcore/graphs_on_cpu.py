@@ -240,7 +240,7 @@ def watch_messages() -> None:
 def start(rank: int, setting: Any) -> None:
     """Make Megatron capture such graphs in this rank.
 
-    The values of `given` are not copied.
+    The values of `setting` are not copied.
     """
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import cuda_graphs

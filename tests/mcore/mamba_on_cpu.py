@@ -72,7 +72,7 @@ def scan(
     return torch.stack(outputs, 1).flatten(-2) * functional.silu(z)
 
 
-def start(rank: int, given: object) -> None:
+def start(rank: int, argument: object) -> None:
     """Give Megatron's mixer the scan and the norm."""
     mamba_mixer.HAVE_MAMBA_SSM = mamba_mixer.HAVE_EINOPS = True
     mamba_mixer.rearrange = rearrange

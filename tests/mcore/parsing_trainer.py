@@ -107,17 +107,17 @@ def train(args: Any) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "parameters": parameters, "chunks": len(model)}
 
 
-def start(rank: int, given: dict[str, Any]) -> None:
+def start(rank: int, argument: dict[str, Any]) -> None:
     """Run it in a rank of the farm, and end it."""
     megatron_vshape.unregister()
-    if given["schedule"] is not None:
-        megatron_vshape.register(**given["options"])
+    if argument["schedule"] is not None:
+        megatron_vshape.register(**argument["options"])
     args = parse_args(ignore_unknown_args=True)
     args.padded_vocab_size = 128
     validate_args(args)
     args.variable_seq_lengths = True
     args.moe_token_dispatcher_type = "alltoall"  # which alone allows other lengths
-    if given["apart"]:  # now in the process of a worker, which is given the arguments
+    if argument["apart"]:  # now in the process of a worker, which is given the arguments
         megatron_vshape.unregister()
-        megatron_vshape.register(**given["options"])
+        megatron_vshape.register(**argument["options"])
     finish(train(args))

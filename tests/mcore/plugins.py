@@ -42,7 +42,7 @@ from megatron_vshape.runtime import measure
 from megatron_vshape.runtime.weight_jobs import _Open
 
 
-def two_stacks(rank: int, given: object) -> None:
+def two_stacks(rank: int, argument: object) -> None:
     """Give the model the class name of Megatron's T5Model."""
     gpt_model.GPTModel.__name__ = "T5Model"
 
@@ -54,7 +54,7 @@ def wrong_chunks(rank: int, name: str) -> None:
     wrap(gpt, name, lambda original, *args, **options: original(*args, **options | {"vp_stage": 0}))
 
 
-def frozen_embedding(rank: int, given: object) -> None:
+def frozen_embedding(rank: int, argument: object) -> None:
     """Freeze the embedding, as where adapters are trained."""
 
     def build(original: Any, model: GPTModel, *args: Any, **options: Any) -> None:
@@ -65,7 +65,7 @@ def frozen_embedding(rank: int, given: object) -> None:
     wrap(GPTModel, "__init__", build)
 
 
-def dgrads_without_te(rank: int, given: object) -> None:
+def dgrads_without_te(rank: int, argument: object) -> None:
     """Remove the fake layers of Transformer Engine, which are not types, from a list of types."""
     from megatron.training import dgrad_logging
 
@@ -73,14 +73,14 @@ def dgrads_without_te(rank: int, given: object) -> None:
     dgrad_logging.LINEAR_TYPES = tuple(types)
 
 
-def fp8_unquantized(rank: int, given: object) -> None:
+def fp8_unquantized(rank: int, argument: object) -> None:
     """Run Megatron's code for FP8, which marks first microbatches, without kernels for FP8."""
     import transformer_engine.pytorch as te
 
     te.fp8_autocast = lambda **unused: nullcontext()
 
 
-def in_64_bits(rank: int, given: object) -> None:
+def in_64_bits(rank: int, argument: object) -> None:
     """Train in 64 bits, where rounding cannot hide a fault."""
 
     def validate(original: Any, args: Any, *more: Any, **options: Any) -> Any:
@@ -93,12 +93,12 @@ def in_64_bits(rank: int, given: object) -> None:
     initialize.validate_args = arguments.validate_args
 
 
-def poisoned(rank: int, given: object) -> None:
+def poisoned(rank: int, argument: object) -> None:
     """Fill storages that are emptied, or not filled yet, with NaN."""
     torch.UntypedStorage.resize_ = poisoning  # type: ignore[method-assign]
 
 
-def latent_attention(rank: int, given: object) -> None:
+def latent_attention(rank: int, argument: object) -> None:
     """Replace attention by one that multi-latent attention can use on a CPU.
 
     Megatron's local attention requires keys and values of the same size.
@@ -121,7 +121,7 @@ def latent_attention(rank: int, given: object) -> None:
     wrap(DotProductAttention, "forward", attend)
 
 
-def failing_report(rank: int, given: object) -> None:
+def failing_report(rank: int, argument: object) -> None:
     """Make a function of the closing report fail, as an estimate for other stages does."""
 
     def fail(memories: object) -> None:
@@ -130,12 +130,12 @@ def failing_report(rank: int, given: object) -> None:
     report.byte_costs = fail  # type: ignore[assignment]
 
 
-def named_wins(rank: int, given: object) -> None:
+def named_wins(rank: int, argument: object) -> None:
     """Let a trial measure and log as usual, and then select the schedule by name."""
     wrap(profiling.Trial, "_faster", lambda original, self: (original(self), profiling.NAMED)[1])
 
 
-def other_hosts(rank: int, given: object) -> None:
+def other_hosts(rank: int, argument: object) -> None:
     """Time the passes of every rank on a clock that is shifted by a day."""
     measure.time = SimpleNamespace(  # type: ignore[attr-defined]
         perf_counter=lambda: time.perf_counter() + 86_400 * rank, thread_time=time.thread_time
@@ -156,7 +156,7 @@ def overlapped_jobs(rank: int, is_separate: bool) -> None:
     wrap(linear_layers, "run_beside", counted)
 
 
-def sigterm(rank: int, given: object) -> None:
+def sigterm(rank: int, argument: object) -> None:
     """Send SIGTERM to rank 2 in the middle of its third step."""
     if rank != 2:
         return
@@ -208,7 +208,7 @@ def slow_first_call(rank: int, seconds: float) -> None:
     wrap(PipelineRunner, "_train", run_step)
 
 
-def leaves_nothing(rank: int, given: object) -> None:
+def leaves_nothing(rank: int, argument: object) -> None:
     """Fail if a process or a sending thread outlives the trainer; a normal exit would wait."""
 
     def exit_rank(original: Any, code: int) -> None:
@@ -224,7 +224,7 @@ def leaves_nothing(rank: int, given: object) -> None:
     wrap(os, "_exit", exit_rank)
 
 
-def loss_queries_stage(rank: int, given: object) -> None:
+def loss_queries_stage(rank: int, argument: object) -> None:
     """Make the loss functions fail unless they see the last stage, as in some libraries."""
     signature = inspect.signature(schedules.forward_step_calc_loss)
 
@@ -267,7 +267,7 @@ def several_sets(rank: int, builds_everywhere: bool) -> None:
     wrap(BlendedMegatronDatasetBuilder, "build", build)
 
 
-def indexer_on_one_rank(rank: int, given: object) -> None:
+def indexer_on_one_rank(rank: int, argument: object) -> None:
     """Log a loss of 0.25 for an indexer of sparse attention in layer 3, which rank 1 of 2 has.
 
     The indexer itself needs kernels for GPUs; the log of its losses does not.
@@ -292,7 +292,7 @@ def indexer_on_one_rank(rank: int, given: object) -> None:
     wrap(dist, "all_reduce", without_average)
 
 
-def printed_checks(rank: int, given: object) -> None:
+def printed_checks(rank: int, argument: object) -> None:
     """Print a line for each call of `torch.isnan`: in a pass, after them, or after the gradients.
 
     Checks of values other than the loss, such as the norm, come later in a step.

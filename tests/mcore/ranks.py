@@ -23,7 +23,7 @@ def run_ranks(
     The farm has imported Megatron in the CPU mode, which takes most of the time of such a test.
     """
     call = base64.b64encode(pickle.dumps((function, args))).decode()
-    return farm.run(num_ranks, plugin=__name__, given=call, timeout_s=timeout_s).check().records
+    return farm.run(num_ranks, plugin=__name__, argument=call, timeout_s=timeout_s).check().records
 
 
 def start(rank: int, call: str) -> NoReturn:

@@ -133,7 +133,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         "gradients": other_trainer.gradients_of(model),
         "tensor_rank": mpu.get_tensor_model_parallel_rank(),
         "balance": balance(),
-        "kept": left(model) if case["schedule"] else 0,
+        "kept": count_buffers(model) if case["schedule"] else 0,
     }
 
 
@@ -151,7 +151,7 @@ def balance() -> dict[str, Tensor]:
     return values | multi_token.take_metrics()
 
 
-def left(model: list[nn.Module]) -> int:
+def count_buffers(model: list[nn.Module]) -> int:
     """Return how many buffers of keys and values the layers have left."""
     cores = [
         layer for chunk in model for layer in chunk.modules() if hasattr(layer, "core_attention")

@@ -10,8 +10,8 @@ from typing import Any
 PRINTED = "stashed in the order "
 
 
-def start(rank: int, given: Any) -> None:
-    """Have this rank's experts use the stash; every step overflows at first if that is `given`."""
+def start(rank: int, argument: Any) -> None:
+    """Have this rank's experts use the stash; with `argument`, every step overflows at first."""
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.moe import paged_stash
     from megatron.core.transformer.moe.experts import SequentialMLP
@@ -43,6 +43,6 @@ def start(rank: int, given: Any) -> None:
         if stash.status == "captured":
             print(PRINTED + json.dumps(stash._pp_schedule), flush=True)
         tries[0] += 1
-        return (tries[0] % 2 if given else 0, 0, 0)
+        return (tries[0] % 2 if argument else 0, 0, 0)
 
     paged_stash.PagedStashRunner.check_moe_overflow = overflows

@@ -232,7 +232,7 @@ EVALUATES = "--eval-interval 1 --eval-iters 1"
 def test_data_that_only_the_last_rank_would_collect(farm: Farm, flags: str) -> None:
     arguments = [*flags.split(), *EVALUATES.split()]
     functions = ["process_non_loss_data_func"]
-    options = {"plugin": "plugins:non_loss_data", "given": functions, "timeout_s": 60}
+    options = {"plugin": "plugins:non_loss_data", "argument": functions, "timeout_s": 60}
     text = rejection_text(farm, *arguments, ranks=2, **options)
     assert f"{flags.split()[1]} does not work with process_non_loss_data_func alone" in text
     assert "Give pretrain a non_loss_data_func as well" in text
@@ -241,11 +241,13 @@ def test_data_that_only_the_last_rank_would_collect(farm: Farm, flags: str) -> N
 def test_data_that_all_ranks_collect(farm: Farm, tmp_path: Path) -> None:
     functions = ["process_non_loss_data_func", "non_loss_data_func"]
     flags = (*V_HALF.split(), *EVALUATES.split(), "--tensorboard-dir", str(tmp_path))
-    run = farm.run(2, *flags, plugin="plugins:non_loss_data", given=functions, timeout_s=60).check()
+    run = farm.run(
+        2, *flags, plugin="plugins:non_loss_data", argument=functions, timeout_s=60
+    ).check()
     assert "non-loss data of iteration 1: 2 chunks" in run.output[1]
 
 
 def test_data_without_an_evaluation(farm: Farm) -> None:
     functions = ["process_non_loss_data_func"]
-    options = {"plugin": "plugins:non_loss_data", "given": functions, "timeout_s": 60}
+    options = {"plugin": "plugins:non_loss_data", "argument": functions, "timeout_s": 60}
     farm.run(2, *V_HALF.split(), **options).check()

@@ -26,7 +26,7 @@ SETS = (
 
 def evaluate_sets(farm: Farm, ranks: int, schedule: str, everywhere: bool) -> Ended:
     flags = ("--pipeline-schedule", schedule, *SETS)
-    return farm.run(ranks, *flags, plugin="plugins:several_sets", given=everywhere).check()
+    return farm.run(ranks, *flags, plugin="plugins:several_sets", argument=everywhere).check()
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_layers_of_another_chunk_are_rejected(
     farm: Farm, name: str, flags: list[str], text: str
 ) -> None:
     flags = ["--pipeline-schedule", "v-half", *flags]
-    run = farm.run(2, *flags, plugin="plugins:wrong_chunks", given=name)
+    run = farm.run(2, *flags, plugin="plugins:wrong_chunks", argument=name)
     assert 0 not in run.codes
     assert text in "".join(run.output)
 

@@ -113,7 +113,7 @@ def run_replay(
     farm: Farm, schedule: str | None, ranks: int, config: dict[str, Any], **options: Any
 ) -> list[dict[str, Any]]:
     settings = {"schedule": schedule, "options": options, "config": CONFIG | config}
-    return farm.run(ranks, plugin="replays_routers", given=settings).check().records
+    return farm.run(ranks, plugin="replays_routers", argument=settings).check().records
 
 
 def assert_equal_ranks(

@@ -300,8 +300,8 @@ def inside(run: Ended) -> list[int]:
 def test_parameters_are_the_same_bits(farm: Farm, train: Train, layout: str, schedule: str) -> None:
     flags = (*SIZE, *LAYOUTS[layout].split())
     package_flags = ("--pipeline-schedule", schedule, *flags)
-    together = farm.run(4, *package_flags, plugin=PLUGIN, given=False).check()
-    apart = farm.run(4, *package_flags, plugin=PLUGIN, given=True).check()
+    together = farm.run(4, *package_flags, plugin=PLUGIN, argument=False).check()
+    apart = farm.run(4, *package_flags, plugin=PLUGIN, argument=True).check()
     assert_same_bits(together, apart, view=Ended.by_place, norms=True)
     megatron_run = train(4, "--pipeline-schedule", "1f1b", *flags)
     assert_same_training(together, megatron_run, view=Ended.by_place)
@@ -315,7 +315,7 @@ def test_profiled_passes_run_apart(farm: Farm) -> None:
     """Memory is counted in the first step, and the second is profiled."""
     flags = (*SIZE, *LAYOUTS["SP, overlap"].split())
     flags += ("--pipeline-schedule", "v-zb", "--pipeline-profile-iterations", "2:2")
-    assert sum(inside(farm.run(4, *flags, plugin=PLUGIN, given=False).check())) == 0
+    assert sum(inside(farm.run(4, *flags, plugin=PLUGIN, argument=False).check())) == 0
 
 
 @pytest.mark.parametrize("counted", [False, True])

@@ -106,7 +106,7 @@ def test_graph_replays_equal_passes(te_farm: Farm, schedule: str, modules: str) 
 
 def test_a_message_without_a_copy_is_overwritten(te_farm: Farm) -> None:
     flags = f"--pipeline-schedule v-half {OPTIONS} {GRAPHS}".split()
-    careless = te_farm.run(2, *flags, plugin=PLUGIN, given="messages")
+    careless = te_farm.run(2, *flags, plugin=PLUGIN, argument="messages")
     assert any("was overwritten while it was under way" in text for text in careless.output)
 
 
@@ -243,7 +243,7 @@ class Trained:
         modules: str = "",
         ranks: int = 4,
         fused: bool = False,
-        given: str | None = None,
+        argument: str | None = None,
     ) -> tuple[Ended, Ended]:
         """Return a run with graphs of W, and the same without any graphs."""
         flags = f"--pipeline-schedule {schedule} {TE} {MODEL} {flags_text}".split()
@@ -251,7 +251,7 @@ class Trained:
         without = ("--no-gradient-accumulation-fusion",) if fused else ()
         graphs = [*GRAPHS.split(), *scope]
         package_run = self._farm.run(
-            ranks, *flags, *graphs, plugin=PLUGIN, without=without, given=given
+            ranks, *flags, *graphs, plugin=PLUGIN, without=without, argument=argument
         )
         key = schedule, flags_text, ranks, fused
         if key not in self._plain:
@@ -314,13 +314,13 @@ class TestHazards:
     """Hazards that change results or end the run if the code ignores them."""
 
     def test_a_w_that_reads_static_tensors_ends_the_run(self, trained: Trained) -> None:
-        package_run, _ = trained("v-half", SMALL, ranks=2, given="static tensors")
+        package_run, _ = trained("v-half", SMALL, ranks=2, argument="static tensors")
         assert package_run.codes != [0] * 2
         assert any("may be overwritten before W" in text for text in package_run.output)
 
     @pytest.mark.slow
     def test_replays_in_another_order_than_captured_end_the_run(self, trained: Trained) -> None:
-        package_run, _ = trained("v-half", EIGHT_RANKS, given="last whole", ranks=8, fused=True)
+        package_run, _ = trained("v-half", EIGHT_RANKS, argument="last whole", ranks=8, fused=True)
         assert package_run.codes != [0] * 8
         assert any("CUDA graphs were captured for BW" in text for text in package_run.output)
 

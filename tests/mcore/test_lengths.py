@@ -26,7 +26,7 @@ def test_messages_are_received_when_posted_as_on_gpus(train: Train, farm: Farm) 
     steps, plugin = EVALUATED.split(), "variable_lengths"
     megatron_run = train(4, *steps, "--pipeline-schedule", "1f1b", plugin=plugin)
     flags = ("--pipeline-schedule", "zb-h1", *steps)
-    package_run = farm.run(4, *flags, plugin=plugin, given="taken").check()
+    package_run = farm.run(4, *flags, plugin=plugin, argument="taken").check()
     assert_same_training(package_run, megatron_run)
 
 
@@ -42,14 +42,14 @@ def test_messages_wider_than_the_hidden_size(farm: Farm, width: str) -> None:
     """
     steps = ("--train-iters", "2", "--clip-grad", "0", UNTIED)
     sent_ahead = "any" if width == "fixed" else width
-    megatron_run = farm.run(2, *steps, plugin="wide_messages", given=sent_ahead).check()
+    megatron_run = farm.run(2, *steps, plugin="wide_messages", argument=sent_ahead).check()
     flags = ("--pipeline-schedule", "zb-h1", *steps)
-    package_run = farm.run(2, *flags, plugin="wide_messages", given=width).check()
+    package_run = farm.run(2, *flags, plugin="wide_messages", argument=width).check()
     assert_same_training(package_run, megatron_run)
 
 
 def run_packed(farm: Farm, ranks: int, **settings: Any) -> list[dict[str, Any]]:
-    return farm.run(ranks, plugin="packed_sequences", given=settings).check().records
+    return farm.run(ranks, plugin="packed_sequences", argument=settings).check().records
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def run_steps(
     farm: Farm, schedule: str | None, ranks: int, steps: int, **settings: Any
 ) -> list[dict[str, Any]]:
     settings |= {"schedule": schedule, "steps": steps}
-    run = farm.run(ranks, plugin="changing_counts", given=settings, timeout_s=3000)
+    run = farm.run(ranks, plugin="changing_counts", argument=settings, timeout_s=3000)
     return run.check().records
 
 

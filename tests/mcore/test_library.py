@@ -107,7 +107,7 @@ def run_library(
         return STOCK_RUNS[key]
     module = "parsing_trainer" if shape == "slime" else "other_trainer"
     call_options |= {"shape": shape, "schedule": schedule, "options": options or {}}
-    run = farm.run(ranks, *flags, plugin=module, given=call_options)
+    run = farm.run(ranks, *flags, plugin=module, argument=call_options)
     result = join_records(run.check().records)
     if schedule is None:
         STOCK_RUNS[key] = result

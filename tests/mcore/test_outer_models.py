@@ -31,7 +31,7 @@ class Trained(NamedTuple):
 
 def train(farm: Farm, ranks: int = RANKS, **options: Any) -> Trained:
     """Train, and return the results of all ranks."""
-    run = farm.run(ranks, plugin="outer_model", given={"library": "bridge"} | options).check()
+    run = farm.run(ranks, plugin="outer_model", argument={"library": "bridge"} | options).check()
     records = run.records
     return Trained(
         losses=[loss for record in records for loss in record["losses"]],
@@ -125,8 +125,8 @@ def test_full_recompute_equals_1f1b(farm: Farm) -> None:
 def test_features_without_encoder_are_rejected(
     farm: Farm, options: dict[str, Any], config: dict[str, Any], text: str
 ) -> None:
-    given = {"library": "bridge", "schedule": "v-half", "options": options, "config": config}
-    run = farm.run(RANKS, plugin="outer_model", given=given)
+    argument = {"library": "bridge", "schedule": "v-half", "options": options, "config": config}
+    run = farm.run(RANKS, plugin="outer_model", argument=argument)
     assert 0 not in run.codes
     output = "".join(run.output)
     assert text in output

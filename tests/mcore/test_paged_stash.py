@@ -50,7 +50,7 @@ def test_overflowed_step_is_rerun_with_equal_results(
     farm: Farm, train: Train, schedule: str, overflows: bool
 ) -> None:
     flags = f"--pipeline-schedule {schedule} {MODEL}".split()
-    package_run = farm.run(4, *flags, *STASH.split(), plugin=PLUGIN, given=overflows).check()
+    package_run = farm.run(4, *flags, *STASH.split(), plugin=PLUGIN, argument=overflows).check()
     assert_same_bits(package_run, train(4, *flags))
     layers = 1 if schedule == "v-half" else 2  # per stage
     rows = [[chunk for chunk in row for _ in range(layers)] for row in rows_of(schedule, 4, 8)]

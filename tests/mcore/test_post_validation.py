@@ -71,7 +71,9 @@ class Lab:
 
     def run(self, *flags: str, **settings: Any) -> Ended:
         settings = {"infected": (), "stopped": None, "renews_forward_step": False} | settings
-        return self.farm.run(4, *flags, plugin="exact_steps", given=settings, timeout_s=400).check()
+        return self.farm.run(
+            4, *flags, plugin="exact_steps", argument=settings, timeout_s=400
+        ).check()
 
     def both(self, *flags: str, infected: tuple[int, ...] = ()) -> tuple[Ended, Ended]:
         """Train with and without post-validation, check that all is equal, and return both."""

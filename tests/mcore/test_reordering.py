@@ -95,7 +95,7 @@ def test_repeated_steps_use_the_same_order(farm: Farm, costs_file: str) -> None:
     flags = ("--pipeline-schedule", "auto", "--pipeline-costs", costs_file, UNTIED)
     flags = (*flags, *"--num-layers 4 --train-iters 4 --eval-interval 2 --eval-iters 1".split())
     once = farm.run(2, *flags, plugin=PRINTED).check()
-    twice = farm.run(2, *flags, plugin=PRINTED, given="repeats").check()
+    twice = farm.run(2, *flags, plugin=PRINTED, argument="repeats").check()
     assert len(set(orders_of(once))) == len(orders_of(once)) == 4
     assert orders_of(twice) == [order for order in orders_of(once) for _ in range(2)]
     assert_same_bits(once, twice, norms=True)
@@ -109,7 +109,7 @@ def test_resumed_run_continues_with_unused_batches(
     flags = (*flags, "--ckpt-format", "torch_dist")
     uninterrupted = farm.run(2, *flags, plugin=PRINTED).check()
     saved = ("--save", str(tmp_path), "--save-interval", "4", "--exit-interval", "4")
-    first = farm.run(2, *flags, *saved, plugin=PRINTED, given="saves").check()
+    first = farm.run(2, *flags, *saved, plugin=PRINTED, argument="saves").check()
     second = farm.run(2, *flags, "--load", str(tmp_path), plugin=PRINTED).check()
     assert first.record["losses"] + second.record["losses"] == uninterrupted.record["losses"]
     orders = [orders_of(run) for run in (first, second, uninterrupted)]
@@ -150,7 +150,9 @@ def test_log_probabilities_are_returned_in_data_order(farm: Farm, costs_file: st
     package_run = run_library(farm, "verl", "auto", options=costs, ranks=2, **run_options)
     assert_equal_results(package_run, plain)
     lengths, expected = package_run.received_lengths, plain.received_lengths
-    is_reordered = [step != other for step, other in zip(lengths, expected, strict=True)]
+    is_reordered = [
+        step != expected_step for step, expected_step in zip(lengths, expected, strict=True)
+    ]
     assert is_reordered == [True, False, True]
     assert [*map(sorted, lengths)] == [*map(sorted, expected)]
     assert_equal_outputs(package_run, plain, ("log_probs", "entropy"))

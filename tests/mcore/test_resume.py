@@ -64,7 +64,7 @@ def test_failed_step_leaves_no_state_and_the_retry_is_equal(
     plugin = "restarts"
     # Its W runs later with both schedules: a full backward pass would be another function.
     settings = {"fails": "B3.5", "step": 3}
-    restarted = farm.run(2, *flags, "--inprocess-restart", plugin=plugin, given=settings).check()
+    restarted = farm.run(2, *flags, "--inprocess-restart", plugin=plugin, argument=settings).check()
     uninterrupted = train(2, *flags)
     assert all("the second try begins" in text for text in restarted.output)
     assert sum("ended: FailedOnPurposeError" in text for text in restarted.output) == 1
@@ -86,7 +86,7 @@ WAITS = re.compile(
 def test_a_stalled_forward_is_reported_by_every_rank(farm: Farm) -> None:
     flags = ("--pipeline-schedule", "v-half", "--pipeline-timeout", str(TIMEOUT_S))
     stall = {"what": "stall", "seconds": STALL_S, "rank": 2, "step": 1, "pass": "F2.1"}
-    run = farm.run(4, *flags, plugin="faults.injection", given=[stall])
+    run = farm.run(4, *flags, plugin="faults.injection", argument=[stall])
     assert run.codes == [1] * 4, run.output
     for rank, text in enumerate(run.output):
         match = WAITS.search(text)

@@ -114,12 +114,12 @@ def run_case(farm: Farm) -> Callable[..., Records]:
     def run(options: dict[str, Any], pipeline: int = 0, stock: bool = False) -> Records:
         ranks = (pipeline or options.get("ranks", 2)) * options.get("tensor", 1)
         if not stock:
-            return farm.run(ranks, plugin="sliced_steps", given=options).check().records
-        given = options | {"schedule": None, "options": {}}
-        given.pop("mutant", None)
-        key = f"{ranks} {given}"
+            return farm.run(ranks, plugin="sliced_steps", argument=options).check().records
+        argument = options | {"schedule": None, "options": {}}
+        argument.pop("mutant", None)
+        key = f"{ranks} {argument}"
         if key not in stock_runs:
-            run = farm.run(ranks, plugin="sliced_steps", given=given)
+            run = farm.run(ranks, plugin="sliced_steps", argument=argument)
             stock_runs[key] = run.check().records
         return stock_runs[key]
 
@@ -185,7 +185,7 @@ def test_faults_between_slices_are_detected(run_case: Callable[..., Records], na
 
 def test_slices_out_of_turn_end_the_run(farm: Farm) -> None:
     """Later slices have no call to slice."""
-    run = farm.run(2, plugin="sliced_steps", given=case("v-zb", 4, mutant="out of turn"))
+    run = farm.run(2, plugin="sliced_steps", argument=case("v-zb", 4, mutant="out of turn"))
     assert run.codes == [1, 1]
     assert any("KeyError" in text for text in run.output)
 

@@ -312,7 +312,7 @@ def results_of(run: Ended, rank: int) -> list[dict[str, object]]:
 
 
 def test_split_gradients_equal_full_backward(te_farm: Farm) -> None:
-    results = results_of(te_farm.run(1, plugin="te_on_cpu", given=False).check(), 0)
+    results = results_of(te_farm.run(1, plugin="te_on_cpu", argument=False).check(), 0)
     assert [result for result in results if result.get("wrong")] == []
     # 4 layers, and from 2.16 on fused experts, x 3 kinds of bias x fused x first, and not split;
     # a layer of two parts, which is never fused; and the version
@@ -324,7 +324,7 @@ def test_b_does_not_gather_inputs_of_w(te_farm: Farm) -> None:
 
     The second gather of a W overlaps with its first product.
     """
-    run = te_farm.run(2, plugin="te_on_cpu", given=True).check()
+    run = te_farm.run(2, plugin="te_on_cpu", argument=True).check()
     gathers = {"F": 1, "BW": 2, "B": 1, "W": 2}
     expected = [
         {"case": case, "gathers": gathers, "wrong": [], "W": ["gather"] * 2 + ["product"] * 2}

@@ -112,7 +112,7 @@ def test_first_calls_run_at_the_same_time(farm: Farm) -> None:
     """8 stages of a layer: 8 sleeps one after the other without warm-up, 2 per rank with it."""
     flags = ("--pipeline-schedule", "v-half", "--train-iters", "2", UNTIED)
     cold, warm = (
-        farm.run(4, *flags, *warmup, plugin="plugins:slow_first_call", given=SLEEP_S).check()
+        farm.run(4, *flags, *warmup, plugin="plugins:slow_first_call", argument=SLEEP_S).check()
         for warmup in ((), (WARMUP,))
     )
     cold_s, warm_s = map(first_step_s, (cold, warm))
@@ -240,12 +240,12 @@ def _generators(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_snapshot_restores_state(name: str) -> None:
     change, read = STATE[name]
     layer = Layer()
-    before = read(layer)
+    state = read(layer)
     snapshot = Snapshot([nn.Sequential(layer)])
     change(layer)
-    assert repr(read(layer)) != repr(before)
+    assert repr(read(layer)) != repr(state)
     snapshot.restore()
-    assert repr(read(layer)) == repr(before)
+    assert repr(read(layer)) == repr(state)
 
 
 def test_snapshot_copies_no_weights() -> None:

@@ -39,12 +39,12 @@ def set_config(change: Any) -> None:
             wrap(holder, "core_transformer_config_from_args", make)
 
 
-def start(rank: int, given: object, lengths: tuple[int, ...] = LENGTHS) -> None:
+def start(rank: int, argument: object, lengths: tuple[int, ...] = LENGTHS) -> None:
     """Shorten the samples of this process, and declare to Megatron that their lengths differ.
 
-    With `given`, messages are received when they are posted, by the programs for NCCL.
+    With `argument`, messages are received when they are posted, by the programs for NCCL.
     """
-    if given is not None:
+    if argument is not None:
         VariableTransport.post = take  # type: ignore[method-assign]
         wrap(Planner, "expect_length_on_arrival", expect_as_kernels)
 
@@ -66,7 +66,7 @@ def expect_as_kernels(original: Any, planner: Planner) -> None:
     original(planner)
 
 
-def of_first_rank(rank: int, given: object) -> None:
+def of_first_rank(rank: int, argument: object) -> None:
     """Have other context-parallel ranks than the first see other lengths.
 
     This occurs if a library gives every rank its part of a mask, and only one part has padding.
@@ -82,10 +82,10 @@ def of_first_rank(rank: int, given: object) -> None:
     wrap(reorder, "lengths_of", lengths_of)
 
 
-def printed_orders(rank: int, given: object) -> None:
+def printed_orders(rank: int, argument: object) -> None:
     """Print the order of each step; check that the loader's processes end with the trainer.
 
-    With `given` "repeats", Megatron repeats every step, as where it measures how exact one is. A
+    With `argument` "repeats", Megatron repeats every step, as where it measures how exact one is. A
     run that is given "saves" starts a process that stays.
     """
     start(rank, None, PRINTED_LENGTHS)
@@ -101,7 +101,7 @@ def printed_orders(rank: int, given: object) -> None:
         return original(*args, **options)
 
     wrap(MicrobatchReorderer, "_decide_order", decide)
-    if given != "saves":
-        leaves_nothing(rank, given)
-    if given == "repeats":
+    if argument != "saves":
+        leaves_nothing(rank, argument)
+    if argument == "repeats":
         wrap(training, "train", train)

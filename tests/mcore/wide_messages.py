@@ -17,7 +17,7 @@ from variable_lengths import set_config
 STREAMS = 3
 
 
-def start(rank: int, given: str) -> None:
+def start(rank: int, argument: str) -> None:
     """Widen messages: `fixed` as the config specifies, `any` with their shapes sent first.
 
     With `growing` the number of streams equals the number of layers that have run.
@@ -32,13 +32,13 @@ def start(rank: int, given: str) -> None:
         output = original(block, *args, **options)
         if block.post_process:
             return output
-        count = block.layers[-1].layer_number if given == "growing" else STREAMS
+        count = block.layers[-1].layer_number if argument == "growing" else STREAMS
         shares = [2.0 ** -min(index + 1, count - 1) for index in range(count)]
         return torch.cat([output * share for share in shares], -1)
 
     def declare(config: Any) -> None:
         config.enable_mhc_connections, config.mhc_num_residual_streams = True, STREAMS
-        config.variable_seq_lengths = given != "fixed"
+        config.variable_seq_lengths = argument != "fixed"
 
     wrap(TransformerBlock, "set_input_tensor", receive)
     wrap(TransformerBlock, "forward", forward)

@@ -118,12 +118,12 @@ def test_nothing_is_executed_written_or_left_running(
     monkeypatch.setenv(PROCESS, str(victim.pid))
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv(PORT, str(server.getsockname()[1]))
-        before = contents(folder)
+        original_contents = contents(folder)
         shell_script.expand_script(text, folder / "hostile.sh", [], {})
         server.settimeout(0.05)
         with pytest.raises(TimeoutError):
             server.accept()
-    assert contents(folder) == before
+    assert contents(folder) == original_contents
     assert processes(str(folder)) == []
     assert victim.poll() is None
     victim.kill()
@@ -132,10 +132,10 @@ def test_nothing_is_executed_written_or_left_running(
 
 def test_the_scripts_would_do_harm(folder: Path) -> None:
     """The checks see the effects of a script that bash runs."""
-    before = contents(folder)
+    original_contents = contents(folder)
     os.system("bash -c './evil; echo x > victim/file'; sleep 3 &")
     assert (folder / "executed").exists()
-    assert contents(folder) != before
+    assert contents(folder) != original_contents
     assert processes(str(folder))
 
 

@@ -49,9 +49,9 @@ def test_weights_and_forward_of_the_reference(
         return ranks
 
     for rank, plain_rank in zip(estimate(program), estimate(plain), strict=True):
-        held, plain_held = rank["held_parts"], plain_rank["held_parts"]
-        assert held["weights"] == pytest.approx(weights * plain_held["weights"], rel=0.01)
-        assert held["optimizer"] == plain_held["optimizer"]
+        parts, plain_parts = rank["held_parts"], plain_rank["held_parts"]
+        assert parts["weights"] == pytest.approx(weights * plain_parts["weights"], rel=0.01)
+        assert parts["optimizer"] == plain_parts["optimizer"]
         for kind, times in (("F", forwards), ("B", 1)):
             flops = gemm_flops(plain_rank, kind)
             assert gemm_flops(rank, kind) == pytest.approx(times * flops)

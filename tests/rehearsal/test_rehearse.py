@@ -128,12 +128,12 @@ def test_slices_of_a_sequence_have_smaller_passes(
 ) -> None:
     flags = [*TINY, "--pipeline-schedule", "v-half", "--pipeline-slices", "2"]
     _, report = rehearse(warm, tmp_path, flags, "--alone")
-    whole, sliced = (
+    bytes_whole, bytes_sliced = (
         next(passes["adds_bytes"] for passes in ranks[1]["kinds"] if passes["kind"] == "F")
         for ranks in (v_half[1]["ranks"], report["ranks"])
     )
     # The pass with the least traffic is that of the first slice, which attends to itself only.
-    assert 0.4 * whole < sliced < 0.5 * whole
+    assert 0.4 * bytes_whole < bytes_sliced < 0.5 * bytes_whole
 
 
 @pytest.mark.usefixtures("te_python")

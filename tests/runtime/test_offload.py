@@ -492,18 +492,18 @@ def reuse_blocks(offload: Offload) -> None:
     stages = stages_of(offload)
     stage = stages[0]
 
-    def beside(name: str, run: Callable[[int, int], None], microbatch: int) -> None:
+    def run_thread(name: str, run: Callable[[int, int], None], microbatch: int) -> None:
         thread = threading.Thread(target=run, args=(0, microbatch), name=f"{name}_0")
         thread.start()
         thread.join()
 
     for microbatch in range(2):
         stage.forward(microbatch, None)
-    beside(TO_HOST, offload.copy_out, 0)
+    run_thread(TO_HOST, offload.copy_out, 0)
     offload.release(0, 0)
     offload.make_room(0, 0)
-    beside(FROM_HOST, offload.copy_back, 0)
-    beside(TO_HOST, offload.copy_out, 1)
+    run_thread(FROM_HOST, offload.copy_back, 0)
+    run_thread(TO_HOST, offload.copy_out, 1)
 
 
 def test_every_access_waits_for_earlier_accesses(streams: Streams) -> None:

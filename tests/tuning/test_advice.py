@@ -663,7 +663,7 @@ def test_a_row_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StartChecks, "start", START)
     model = subject("pretrain_gpt.py " + SMALL)
     config = configuration_of_command(model, 2)
-    stock, other = (
+    stock, gpipe = (
         Prediction(replace(config, schedule=name), Verdict.RUNS, 0.0, layers=(4, 4), is_stock=True)
         for name in ("1f1b", "gpipe")
     )
@@ -672,7 +672,7 @@ def test_a_row_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         checks = StartChecks(model, 2, lambda: programs, executor)
         checks.start(None)
         checks.start(stock)
-        assert checks.faults([stock, other]) == []
+        assert checks.faults([stock, gpipe]) == []
     assert checked == ["1f1b"] * 2 + ["gpipe"] * 2
 
 
