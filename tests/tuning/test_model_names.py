@@ -47,7 +47,10 @@ PUBLISHED = {
     "moonlight_16b_a3b": (16, 2.24, 0),  # its report excludes both embeddings, as that of GLM-4.5
     "nemotron_3_nano": (31.6, 3.6, 2),
     "nemotron_3_super": (120.6, 12.7, 2),
+    "nemotron_3_ultra": (550, 55, 1),
     "nemotron_h_47b": (46.8, 46.8, 2),
+    "nemotron_h_56b": (56.3, 56.3, 2),
+    "nemotron_h_8b": (8.1, 8.1, 2),
     "nemotron_nano_12b_v2": (12.3, 12.3, 2),
     "nemotron_nano_9b_v2": (8.89, 8.89, 2),
     "qwen1_5_moe_a2_7b": (14.3, 2.7, 2),
