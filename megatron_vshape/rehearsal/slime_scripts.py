@@ -6,8 +6,10 @@ slime/utils/arguments.py.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from math import ceil
+from pathlib import Path
 
 from megatron_vshape.rehearsal.command import Command, launched_gpus
 
@@ -24,9 +26,10 @@ def with_slime_settings(command: Command) -> Command:
     each context-parallel rank. All responses are assumed to have the maximum length, and a packed
     microbatch becomes one sequence.
     """
-    number, has_flag = command.number, command.has
-    if not has_flag(_BATCH):
+    if not command.has(_BATCH):
         return command
+    command = _with_layers_of_plugin(command)
+    number, has_flag = command.number, command.has
     gpus, _ = launched_gpus(command)
     context = number("--context-parallel-size", 1)
     stage_ranks = number("--tensor-model-parallel-size", 1) * context
@@ -55,3 +58,24 @@ def with_slime_settings(command: Command) -> Command:
     return replace(
         command, script=script, flags=(*command.flags, *flags), notes=(*command.notes, note)
     )
+
+
+_GATED_DELTA_NETS = re.compile(r"(slime|miles)_plugins\.models\.qwen3_(5|next)")
+_WITHOUT_EFFECT = re.compile(r"(slime|miles)_plugins\.models\.(minimax_m2|glm4)")
+"""Plugins whose layers have the sizes of the flags: only their norms differ."""
+
+
+def _with_layers_of_plugin(command: Command) -> Command:
+    """Replace the layers of a plugin, which needs another Megatron, by Megatron's own."""
+    spec, checkpoint = command.value("--spec") or "", command.value("--hf-checkpoint") or ""
+    note = "The layers of the plugin are estimated as Megatron's"
+    if _WITHOUT_EFFECT.match(spec):
+        return replace(
+            command.having(spec=None), notes=(*command.notes, f"{note} own, with its norms.")
+        )
+    if not checkpoint or not _GATED_DELTA_NETS.match(spec):
+        return command
+    note += " gated delta net, which tensor parallelism shards."
+    # Without layers of its own, the command gets those of the model that it names.
+    command = command.having(spec=None, use_gated_attention=None, num_layers=None)
+    return replace(command, model_name=Path(checkpoint).name, notes=(*command.notes, note))

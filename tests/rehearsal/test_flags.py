@@ -544,6 +544,24 @@ def test_commands_of_slime_have_sizes_of_their_packed_microbatches(tmp_path: Pat
     assert not fixed.has("--bf16")
 
 
+@pytest.mark.parametrize(
+    ("spec", "checkpoint", "name"),
+    [
+        ("slime_plugins.models.qwen3_5 get_qwen3_5_spec", "/root/Qwen3.5-27B", "Qwen3.5-27B"),
+        ("miles_plugins.models.qwen3_next get_spec", "Qwen/Qwen3-Next", "Qwen3-Next"),
+        ("slime_plugins.models.minimax_m2 get_minimax_m2_layer_spec", "/root/MiniMax-M2", ""),
+    ],
+)
+def test_layers_of_a_plugin_are_replaced(spec: str, checkpoint: str, name: str) -> None:
+    """The layers of slime's Qwen3.5 need another Megatron, and every dry run ended in an error."""
+    words = f"train.py {SLIME} --num-layers 8 --spec {spec} --hf-checkpoint {checkpoint}".split()
+    command = read_command(words)
+    assert command.model_name == name
+    assert not command.has("--spec")
+    assert "estimated as Megatron's" in command.notes[0]
+    assert command.layers == (0 if name else 8)  # without them, the model's flags are added
+
+
 def test_position_embeddings_of_forks_are_estimated_without_one() -> None:
     command = read_command(["pretrain_gpt.py", "--position-embedding-type", "alibi"])
     assert command.value("--position-embedding-type") == "none"
