@@ -120,6 +120,11 @@ _FLAGS = {
     "--window-attn-skip-freq 2",
     "kimi_k2": _MLA,
     "llama": _LLAMA,
+    # Its chunks of attention are estimated as full attention.
+    "llama4": f"{_LLAMA} --rotary-interleaved --no-rope-fusion --moe-router-score-function sigmoid "
+    "--moe-router-dtype fp32",
+    "mimo": f"{_LLAMA} --add-qkv-bias",
+    "minimax_m2": f"{_LLAMA} --qk-layernorm {_SIGMOID}",
     "mistral": _LLAMA,
     "mixtral": _LLAMA,
     "nemotron_h": f"{_PLAIN} --position-embedding-type none --squared-relu",
@@ -160,6 +165,7 @@ def flags_of_hf_config(config: Mapping[str, Any]) -> tuple[list[str], str]:
             f"its model_type {type_name:.40} is not supported; supported: {', '.join(_FLAGS)}. "
             "Give Megatron's flags of the model after -- instead"
         )
+    fields = _with_common_names(fields) if kind == "llama4" else fields
     text = _HfConfig.model_validate(fields).model_dump(exclude_none=True)
     if kind == "gpt_neox" and text.get("use_parallel_residual", True):
         raise ScheduleError(
@@ -189,6 +195,17 @@ def flags_of_hf_config(config: Mapping[str, Any]) -> tuple[list[str], str]:
     parts = [_FLAGS[kind], *([_EXPERTS] if experts else [])]
     parts += [_SIGMOID] if experts and kind == "nemotron_h" else []
     return [*flags, *" ".join(parts).split()], _encoder_note(config) if has_vision else ""
+
+
+def _with_common_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of Llama 4 with the names and values that other models have for them."""
+    return {
+        **config,
+        "moe_intermediate_size": config.get("intermediate_size"),
+        "intermediate_size": config.get("intermediate_size_mlp"),
+        "decoder_sparse_step": config.get("interleave_moe_layer_step"),
+        "n_shared_experts": 1,
+    }
 
 
 def _encoder_note(config: Mapping[str, Any]) -> str:

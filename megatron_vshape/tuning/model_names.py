@@ -25,6 +25,7 @@ _EQUAL_SIZES = {
     "llama38b": "llama_3_1_8b",
     "llama370b": "llama_3_1_70b",
     "llama3370b": "llama_3_1_70b",
+    "minimaxm25": "minimax_m2",
     "qwen25omni7b": "qwen2_5_vl_7b",
     "qwen27b": "qwen2_5_7b",
     "qwen3600m": "qwen3_0_6b",

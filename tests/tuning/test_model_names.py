@@ -42,6 +42,9 @@ PUBLISHED = {
     "llama_3_1_8b": (8.03, 8.03, 2),
     "llama_3_2_1b": (1.23, 1.23, 2),
     "llama_3_2_3b": (3.21, 3.21, 2),
+    "llama_4_maverick": (400.7, 17, 2),  # both without the encoder of 0.9B
+    "llama_4_scout": (108, 17, 2),
+    "minimax_m2": (228.7, 10, 0),
     "mixtral_8x22b": (141, 39, 2),
     "mixtral_8x7b": (46.7, 12.9, 2),
     "moonlight_16b_a3b": (16, 2.24, 0),  # its report excludes both embeddings, as that of GLM-4.5
