@@ -199,6 +199,20 @@ def test_dense_layers_among_experts() -> None:
     assert not command_of(model_type="qwen3_moe", **experts).has("--moe-layer-freq")
 
 
+def test_widths_of_llama_4() -> None:
+    """Its intermediate_size is the width of the experts, and of the one that is shared."""
+    layers = {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 4096}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 1}
+    command = command_of(model_type="llama4", **layers, **experts)
+    widths = ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
+    assert [command.option(name) for name in widths] == [4096, 1408, 1408]
+    assert command.value("--moe-layer-freq") == "([0]*1+[1]*1+[0]*1+[1]*1)"
+
+
+def test_mimo_is_qwen2() -> None:
+    assert command_of(model_type="mimo").flags == command_of(model_type="qwen2").flags
+
+
 def test_a_vision_language_model_is_its_language_model(tmp_path: Path) -> None:
     text = {**VALUES, "model_type": "qwen3_vl_text"}
     flags, note = flags_of_hf_config({"model_type": "qwen3_vl", "text_config": text})
