@@ -463,7 +463,8 @@ def _command_of_shell(
             )
         raise ScheduleError(
             f"{path} has no flags of Megatron-LM, neither in an array nor after a script's name. "
-            f"Of other libraries, only megatron sft, pt and rlhf, and verl are read. {_INSTEAD}"
+            "Of other libraries, megatron sft, pt and rlhf, verl, and scripts/performance of "
+            f"Megatron-Bridge are read. {_INSTEAD}"
         )
     notes = [f"{path} sources {name}, which cannot be read." for name in expansion.unreadable]
     if started.num_further:
