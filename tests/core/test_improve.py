@@ -315,3 +315,19 @@ def test_local_search_updates_all_state_with_optional_passes(placement: Placemen
     best = offload_search.best_plan()
     verify(best.schedule, 4.0, costs)
     assert simulate(best.schedule, costs).makespan == pytest.approx(best.value)
+
+
+def test_local_search_improves_orders_that_offload_all_activations() -> None:
+    costs = with_copies(Costs.uniform(8, 16, 1, 1.15, 0.85, 0.05), 0.25)
+    problem = job_shop.make_problem(
+        costs, 8, 24, 4.0, search.Objective.MAKESPAN, v_shape(8), (*PARTS, *OFFLOAD)
+    )
+    candidates = OffloadSearch(problem, 1, MemoryStrategy(copies=True)).start_orders(2000, map)
+    complete = [candidate for candidate in candidates if candidate.chosen_passes is None]
+    assert complete
+    for candidate in complete:
+        shop = candidate.shop
+        # The local search reads one start and one end per queue.
+        assert len(candidate.low) == len(candidate.high) == len(shop.length)
+        num_dependencies = max(shop.inputs.shape[1], shop.readers.shape[1])
+        check_local_search(shop, candidate.state, candidate.low, 10_000, num_dependencies)

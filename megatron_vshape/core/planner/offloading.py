@@ -8,8 +8,9 @@ Each device is handled separately, with the times of the order:
 * Copies to the host start after their F, in that order. Copies back start as late as their B
   allows.
 * The activations that live longest are offloaded, as few as the limit requires. This is a knapsack
-  with one constraint, so the greedy choice is optimal up to rounding. If the link is full, the
-  selection with the smallest peak is used.
+  with one constraint, so the greedy choice is optimal up to rounding. If the link is full, two
+  selections are compared: the smallest peak, and all activations. The second is often faster: the
+  limit makes the order slower, so the link has time for more copies.
 * Memory is allocated before the pass in which a copy back must start, and freed after the pass in
   which a copy to the host ends. If passes then do not fit, frees move earlier and allocations
   later.
@@ -20,6 +21,7 @@ B and W. The published order of V-ZB with copies exceeds the memory in its cool-
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 from math import inf, isinf
 from operator import lt
 from typing import Any, NamedTuple
@@ -112,7 +114,7 @@ def _insert_copies(
     throughout: Sequence[int] = (),
     host_limit: float = inf,
 ) -> Iterator[np.ndarray]:
-    """Yield the order with copies, as rows of all queues, for every slack that fits.
+    """Yield the order with copies, as rows of all queues, for every selection that fits.
 
     Args:
         problem: costs and limits.
@@ -136,9 +138,15 @@ def _insert_copies(
         _Device(problem, device, local_stages, starts, ends, throughout, host_limit)
         for device, local_stages in enumerate(stages)
     ]
-    for slack in slacks:
+    selections = dict.fromkeys(
+        tuple(device.num_copies(slack, all_if_full) for device in devices)
+        for slack, all_if_full in product(slacks, (False, True))
+    )
+    for selection in selections:
         queues: list[list[int]] = [[] for _ in problem.memory_limits]
-        if all(device.add_to(queues, slack) for device in devices):
+        if all(
+            device.add_to(queues, count) for device, count in zip(devices, selection, strict=True)
+        ):
             yield padded(queues)
 
 
@@ -163,12 +171,13 @@ class _Device:
             _values_of_kind(problem, problem.types.queue, kind, stages[0]) for kind in _KINDS[-2:]
         ]
         self.throughout, self.host_limit = throughout, host_limit
+        self.ranked = self._rank()
         self.evaluated: dict[int, tuple[int, _Copies]] = {}  # by number of copies: peak and copies
 
-    def add_to(self, queues: list[list[int]], slack: float) -> bool:
-        """Add the device's passes to its queues; return whether they fit."""
+    def add_to(self, queues: list[list[int]], count: int) -> bool:
+        """Add the device's passes with `count` copies to its queues; return whether they fit."""
         activations = self.activations
-        copies = self._choose_copies(self.limit - int(slack * activations.allocated.max()))
+        _, copies = self._evaluate(count)
         events = _events(activations, copies, self.bounds)
         row = np.empty(len(events.event_type), np.int64)
         if not _fit_events(events, self.limit, row):
@@ -187,12 +196,41 @@ class _Device:
             queues[queue].append(work)
         return True
 
-    def _choose_copies(self, limit: int) -> _Copies:
-        """Return the fewest copies that fit, longest lifetimes first, or the least peak."""
+    def num_copies(self, slack: float, all_if_full: bool) -> int:
+        """Return the fewest copies that fit; if the link is full, all or those of the least peak.
+
+        Args:
+            slack: reduction of the limit, in multiples of the largest activation.
+            all_if_full: use all copies if the link is full.
+        """
+        if self.throughout:
+            return len(self.ranked)
+        limit = self.limit - int(slack * self.activations.allocated.max())
+        # More copies lower the peak until the link is full, so the fewest are found by bisection.
+        low, high = 0, len(self.ranked)
+        while low < high:
+            middle = (low + high) // 2
+            if self._evaluate(middle)[0] <= limit:
+                high = middle
+            else:
+                low = middle + 1
+        if self._evaluate(low)[0] <= limit or all_if_full:
+            return low
+        # The link is full, and `low` is all copies: use the smallest peak that was tried.
+        return min(self.evaluated, key=lambda count: (self.evaluated[count][0], count))
+
+    def _evaluate(self, count: int) -> tuple[int, _Copies]:
+        """Return the peak and the times with the first `count` activations offloaded."""
+        if count not in self.evaluated:
+            copies = _schedule_copies(self.activations, self.ranked[:count])
+            self.evaluated[count] = _peak(self.activations, copies, self.bounds), copies
+        return self.evaluated[count]
+
+    def _rank(self) -> np.ndarray:
+        """Return the activations to offload, longest lifetimes first."""
         activations = self.activations
         if self.throughout:
-            indices = np.flatnonzero(np.isin(activations.stage, self.throughout))
-            return _schedule_copies(activations, indices)
+            return np.flatnonzero(np.isin(activations.stage, self.throughout))
         # Memory times the time for which it is free; ranked per time of the link, the scarce
         # resource.
         gain = (
@@ -202,25 +240,7 @@ class _Device:
             - activations.back_ticks
         ) * activations.offloaded
         ranked = np.argsort(-gain / (activations.out_ticks + activations.back_ticks), kind="stable")
-        ranked = self._limit_to_host(ranked[gain[ranked] > 0])
-
-        def peak(count: int) -> int:
-            if count not in self.evaluated:
-                copies = _schedule_copies(activations, ranked[:count])
-                self.evaluated[count] = _peak(activations, copies, self.bounds), copies
-            return self.evaluated[count][0]
-
-        # More copies lower the peak until the link is full, so the fewest are found by bisection.
-        low, high = 0, len(ranked)
-        while low < high:
-            middle = (low + high) // 2
-            if peak(middle) <= limit:
-                high = middle
-            else:
-                low = middle + 1
-        if peak(low) > limit:  # the link is full: use the smallest peak that was tried
-            low = min(self.evaluated, key=lambda count: (self.evaluated[count][0], count))
-        return self.evaluated[low][1]
+        return self._limit_to_host(ranked[gain[ranked] > 0])
 
     def _limit_to_host(self, ranked: np.ndarray) -> np.ndarray:
         """Return the activations that fit in host memory, better ranks first."""
@@ -636,7 +656,7 @@ class OffloadSearch(PlacementSearch):
     def _insert_copies(self, base: _BaseOrder) -> list[Candidate]:
         """Return the order with copies inserted, in every variant that fits."""
         problem, m = self.problem, self.problem.num_microbatches
-        ends = np.zeros(1, np.int64)
+        ends = np.zeros(len(problem.memory_limits), np.int64)
         candidates = []
         slacks: Sequence[float] = _SLACKS[:1] if self.strategy.throughout else _SLACKS
         throughout = self.strategy.throughout
