@@ -16,6 +16,18 @@ from megatron_vshape.rehearsal.rank_job import LoraConfig, Reference
 
 SCHEDULE = "--pipeline-schedule"
 STAGE_BEFORE_DATA = "--use-tp-pp-dp-mapping"
+ENDS_ARE_LAYERS = (
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""Options with which Megatron counts the embedding and the loss as a layer each."""
+
+SHARDED_STATE = {
+    "data_parallel_sharding_strategy": "optim_grads_params",
+    "ckpt_format": "fsdp_dtensor",
+}
+"""Options with which Megatron-FSDP shards weights, gradients and optimizer."""
+
 NODES, PROCESSES = "--nnodes", "--nproc-per-node"
 CHUNKS = ("--num-layers-per-virtual", "--num-virtual", "--pipeline-model-parallel-layout")
 _POSITIVE = frozenset(

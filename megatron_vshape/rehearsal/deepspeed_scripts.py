@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal.command import Command, words_by_flag
+from megatron_vshape.rehearsal.command import ENDS_ARE_LAYERS, Command, words_by_flag
 
 _MARKS = ("--deepspeed", "--deepspeed-config", "--deepspeed_config", "--zero-stage")
 _REJECTED = {
@@ -21,10 +21,6 @@ _TRANSLATED = frozenset(
     --zero-stage --ds-sequence-parallel-size --num-key-value-heads --moe-expert-parallel-size
     --no-pipeline-parallel --pp-partition-method
     """.split()
-)
-_ENDS_ARE_LAYERS = (
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
 )
 _LOCAL = {"transformer_impl": "local", "no_persist_layer_norm": True, "no_rope_fusion": True}
 _NORMALIZATIONS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
@@ -71,5 +67,5 @@ def _changes(command: Command, stage: str) -> dict[str, object]:
     if not has_flash and shards == 1:
         changes |= _LOCAL  # the default, in which attention keeps its scores
     if "embedding" in (command.value("--pp-partition-method") or ""):  # type:transformer|embedding
-        changes |= dict.fromkeys(_ENDS_ARE_LAYERS, True)
+        changes |= dict.fromkeys(ENDS_ARE_LAYERS, True)
     return changes

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal.command import NODES, PROCESSES, Command
+from megatron_vshape.rehearsal.command import NODES, PROCESSES, SHARDED_STATE, Command
 from megatron_vshape.rehearsal.flagscale_files import command_of_flagscale
 from megatron_vshape.rehearsal.performance_scripts import (
     RECIPE,
@@ -183,7 +183,7 @@ def command_of_performance(words: Sequence[str]) -> Command | None:
     if options.get("compute_dtype") == "fp8_cs":  # without Bridge's layers in bf16
         command = command.having(first_last_layers_bf16=None)
     if command.has("--use-megatron-fsdp"):
-        command = command.having(**_FSDP)
+        command = command.having(**SHARDED_STATE)
     if not command.has("--micro-batch-size"):
         logger.warning("%s: microbatches of 1 sample are assumed, set --micro_batch_size", recipe)
         command = command.having(micro_batch_size=1)
@@ -192,13 +192,6 @@ def command_of_performance(words: Sequence[str]) -> Command | None:
     processes = number(options, "gpus_per_node", 8)
     nodes = -(-number(options, "num_gpus") // processes)
     return replace(command, launched={NODES: str(nodes), PROCESSES: str(processes)})
-
-
-_FSDP = {
-    "data_parallel_sharding_strategy": "optim_grads_params",
-    "ckpt_format": "fsdp_dtensor",
-}
-"""Settings of Bridge's performance scripts with Megatron-FSDP."""
 
 
 def command_of_recipe(words: Sequence[str]) -> Command | None:

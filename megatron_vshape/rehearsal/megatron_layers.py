@@ -10,7 +10,7 @@ from megatron_vshape.core.model.layers import even_with_ends
 from megatron_vshape.core.schedule_names import megatrons_name
 from megatron_vshape.mcore.layout import hybrid
 from megatron_vshape.mcore.layout.given_layout import layers_in, layout_of
-from megatron_vshape.rehearsal.command import Command, flag_changes
+from megatron_vshape.rehearsal.command import ENDS_ARE_LAYERS, Command, flag_changes
 from megatron_vshape.rehearsal.saved_config import LAYOUT
 
 _FLAGS_OF_OUTER_RANKS = (
@@ -19,10 +19,7 @@ _FLAGS_OF_OUTER_RANKS = (
 )
 """Megatron's flags for the layers of the first and the last pipeline rank."""
 
-_FLAGS_OF_ENDS = (
-    "--account-for-embedding-in-pipeline-split",
-    "--account-for-loss-in-pipeline-split",
-)
+_FLAGS_OF_ENDS = tuple("--" + name.replace("_", "-") for name in ENDS_ARE_LAYERS)
 """Megatron's flags to count the embedding and the loss as one layer each."""
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+from megatron_vshape.rehearsal.command import ENDS_ARE_LAYERS
 from megatron_vshape.rehearsal.yaml_files import scalar
 
 RECIPE = "model_recipe_name"
@@ -49,10 +50,6 @@ _NUM_LAYERS = {"deepseek_v3": 61, "kimi_k2": 61}
 """Models whose layers no number of ranks divides: stages are full from the first on."""
 
 
-_ENDS = (
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
 _COUNTS_ENDS = ("qwen3_235b_a22b", "llama31_405b")
 """Models in whose recipes embedding and loss count as a layer each."""
 
@@ -118,7 +115,7 @@ def _layers_of_stages(recipe: str, model: Mapping[str, Any]) -> dict[str, Any]:
         model.get(f"{prefix}pipeline_model_parallel_size", 1) for prefix in ("", "virtual_")
     )
     if recipe in _COUNTS_ENDS and ranks > 1:
-        return dict.fromkeys(_ENDS, True)
+        return dict.fromkeys(ENDS_ARE_LAYERS, True)
     layout, num_layers = model.get("pipeline_model_parallel_layout"), _NUM_LAYERS.get(recipe)
     if num_layers is None or layout is not None:
         num_predicting = str(layout).count("m") if "[" not in str(layout) else 0

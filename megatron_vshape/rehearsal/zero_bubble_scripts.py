@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_vshape.core.model.kinds import ScheduleError
-from megatron_vshape.rehearsal.command import SCHEDULE, Command
+from megatron_vshape.rehearsal.command import ENDS_ARE_LAYERS, SCHEDULE, Command
 
 _FLAGS = frozenset(
     """
@@ -83,11 +83,14 @@ def _schedule(command: Command) -> str | None:
 
 
 def _padding_changes(num_layers: int, ranks: int, schedule: str | None) -> dict[str, object]:
-    """Return options for one layer less in the first and the last stage, of so many with these."""
-    changes: dict[str, object] = {
-        "account_for_embedding_in_pipeline_split": True,
-        "account_for_loss_in_pipeline_split": True,
-    }
+    """Return options for one layer less in the first and the last stage.
+
+    Args:
+        num_layers: number of layers with the two that are missing.
+        ranks: pipeline ranks.
+        schedule: name of the schedule; None for Megatron's.
+    """
+    changes: dict[str, object] = dict.fromkeys(ENDS_ARE_LAYERS, True)
     if schedule is not None:
         num_stages = ranks if schedule.startswith("zb-h") else 2 * ranks
         layers = [num_layers // num_stages] * num_stages

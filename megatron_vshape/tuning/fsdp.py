@@ -13,7 +13,7 @@ from megatron_vshape.core.model.amounts import DUMMY_BYTES, STATE_BYTES
 from megatron_vshape.core.model.stage_costs import Share, StageCosts
 from megatron_vshape.core.plan import published_schedule
 from megatron_vshape.rehearsal import accuracy
-from megatron_vshape.rehearsal.command import Command
+from megatron_vshape.rehearsal.command import SHARDED_STATE, Command
 from megatron_vshape.rehearsal.step_time import collective_s, exposed_s, rates_of
 from megatron_vshape.tuning.configurations import (
     FULL,
@@ -35,11 +35,7 @@ _SHARDED_BYTES = 18
 
 def sharded_command(command: Command) -> Command:
     """Return a command with sharded parameters, gradients and optimizer states."""
-    options: dict[str, Any] = {
-        "use_megatron_fsdp": True,
-        "data_parallel_sharding_strategy": "optim_grads_params",
-        "ckpt_format": "fsdp_dtensor",
-    }
+    options: dict[str, Any] = {"use_megatron_fsdp": True, **SHARDED_STATE}
     if command.value("--transformer-impl") == "local":  # the fusion needs Transformer Engine
         options["no_gradient_accumulation_fusion"] = True
     environment = {**command.environment}

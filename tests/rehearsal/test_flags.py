@@ -547,9 +547,9 @@ def test_commands_of_slime_have_sizes_of_their_packed_microbatches(tmp_path: Pat
 @pytest.mark.parametrize(
     ("spec", "checkpoint", "name"),
     [
-        ("slime_plugins.models.qwen3_5 get_qwen3_5_spec", "/root/Qwen3.5-27B", "Qwen3.5-27B"),
+        ("slime_plugins.models.qwen3_5 get_qwen3_5_spec", "models/Qwen3.5-27B", "Qwen3.5-27B"),
         ("miles_plugins.models.qwen3_next get_spec", "Qwen/Qwen3-Next", "Qwen3-Next"),
-        ("slime_plugins.models.minimax_m2 get_minimax_m2_layer_spec", "/root/MiniMax-M2", ""),
+        ("slime_plugins.models.minimax_m2 get_minimax_m2_layer_spec", "models/MiniMax-M2", ""),
     ],
 )
 def test_layers_of_a_plugin_are_replaced(spec: str, checkpoint: str, name: str) -> None:
