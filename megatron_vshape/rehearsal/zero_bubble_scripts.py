@@ -49,7 +49,13 @@ def with_zero_bubble_flags(command: Command) -> Command:
         changes |= _padding_changes(command.layers + 2, ranks, name)
     schedule = f"the schedule {name} of this package" if name else "Megatron's own schedule"
     note = f"Flags of the zero-bubble fork are estimated as {schedule}."
-    command = replace(command, notes=(*command.notes, note))
+    # The fork needs 8 connections, and Megatron-Core 1.
+    environment = {
+        name: value
+        for name, value in command.environment.items()
+        if name != "CUDA_DEVICE_MAX_CONNECTIONS"
+    }
+    command = replace(command, notes=(*command.notes, note), environment=environment)
     return command.without(_FLAGS.__contains__).having(**changes)
 
 

@@ -44,6 +44,8 @@ def test_other_options_of_the_fork() -> None:
     assert command.value("--rerun-mode") == "disabled"
     assert command_of("--num-seq-splits 2").number("--pipeline-slices", 1) == 2
     assert not command_of("").notes
+    words = ["CUDA_DEVICE_MAX_CONNECTIONS=8", "pretrain_gpt.py", "--enable-zb-runtime"]
+    assert read_command(words).environment == {}
 
 
 @pytest.mark.parametrize(
